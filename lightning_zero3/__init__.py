@@ -1,0 +1,39 @@
+"""A fast ZeRO Stage 3 strategy with expert parallelism for PyTorch Lightning.
+
+Importing this package registers ``Trainer(strategy="zero3_fast")`` and ``"zero3_fast_offload"``. It imports no
+DeepSpeed and changes nothing in DeepSpeed, Lightning or Transformers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_zero3.__about__ import __version__
+from lightning_zero3.config import ConfigConflictError, Zero3Options
+from lightning_zero3.metrics.callback import Zero3Monitor
+from lightning_zero3.strategy import Zero3FastStrategy
+
+if TYPE_CHECKING:
+    from lightning_zero3.optimizer.stage3 import FastStage3Optimizer
+
+__all__ = [
+    "ConfigConflictError",
+    "FastStage3Optimizer",
+    "Zero3FastStrategy",
+    "Zero3Monitor",
+    "Zero3Options",
+    "__version__",
+]
+
+Zero3FastStrategy.register_strategies(StrategyRegistry)
+
+
+def __getattr__(name: str) -> Any:
+    """Import the optimizer, and DeepSpeed with it, when someone asks for it."""
+    if name == "FastStage3Optimizer":
+        from lightning_zero3.optimizer.stage3 import FastStage3Optimizer
+
+        return FastStage3Optimizer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

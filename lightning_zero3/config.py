@@ -1,0 +1,65 @@
+"""The strategy's own options: declared, typed and validated here, and nowhere else.
+
+Everything that DeepSpeed already has a name for stays DeepSpeed's (``DeepSpeedStrategy``'s arguments and the config
+dict); these are only the options that this package adds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class ConfigConflictError(ValueError):
+    """Two places say different things about one setting; the message names both and the way out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Zero3Options:
+    """Options of the ``zero3_fast`` strategies.
+
+    Args:
+        scoped_grad_clear: Visit each parameter once per optimizer step to clear gradients, instead of once per
+            sub-group. Where the installed DeepSpeed clears once per step (0.19.8), its own clear is used.
+        alias_master_weights: Let a sub-group's weight partition be its master copy where the two would be identical
+            (same dtype, same device, nothing offloaded).
+        expert_parallel_size: Number of ranks that share one set of experts. ``None`` leaves the model's MoE layers as
+            they are; 1 replaces them by AutoEP's layers with all experts on every rank.
+        expert_parallel_preset: Name of DeepSpeed's AutoEP preset; ``None`` resolves it from the model's config.
+
+    Raises:
+        TypeError: A switch is no bool, a size no int, or a preset no string.
+        ValueError: A size below 1, or a preset without a size.
+
+    >>> Zero3Options(expert_parallel_size=8).expert_parallel_size
+    8
+    >>> Zero3Options(expert_parallel_size=0)
+    Traceback (most recent call last):
+    ...
+    ValueError: expert_parallel_size=0: a whole number of ranks, 1 or more, or None for no expert parallelism.
+    """
+
+    scoped_grad_clear: bool = True
+    alias_master_weights: bool = True
+    expert_parallel_size: int | None = None
+    expert_parallel_preset: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check every field's type and range."""
+        for name in ("scoped_grad_clear", "alias_master_weights"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise TypeError(f"{name}={value!r}: True or False.")
+        size = self.expert_parallel_size
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
+            raise TypeError(f"expert_parallel_size={size!r}: an int, or None for no expert parallelism.")
+        if size is not None and size < 1:
+            raise ValueError(
+                f"expert_parallel_size={size}: a whole number of ranks, 1 or more, or None for no expert parallelism."
+            )
+        preset = self.expert_parallel_preset
+        if preset is not None and not isinstance(preset, str):
+            raise TypeError(f"expert_parallel_preset={preset!r}: the name of an AutoEP preset, or None.")
+        if preset is not None and size is None:
+            raise ValueError(
+                f"expert_parallel_preset={preset!r} without expert_parallel_size has no effect: pass both or neither."
+            )

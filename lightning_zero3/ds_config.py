@@ -1,0 +1,270 @@
+"""The only writer of the DeepSpeed config dict: user's dict + arguments + options in, one checked dict out.
+
+The user's dict is never changed. Where it and an argument speak of the same setting they must agree; stock Lightning
+lets the dict win silently.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+from lightning_zero3.config import ConfigConflictError, Zero3Options
+
+Config = dict[str, Any]
+Path = tuple[str, ...]
+
+_ZERO = "zero_optimization"
+_ACTIVATIONS = "activation_checkpointing"
+
+# Arguments of Lightning's DeepSpeedStrategy and where they stand in a DeepSpeed config. The offload arguments are
+# apart, since one argument speaks of a whole section.
+ARGUMENT_PATHS: Mapping[str, tuple[Path, ...]] = {
+    "zero_allow_untested_optimizer": (("zero_allow_untested_optimizer",),),
+    "logging_batch_size_per_gpu": (("train_micro_batch_size_per_gpu",),),
+    "sub_group_size": ((_ZERO, "sub_group_size"),),
+    "contiguous_gradients": ((_ZERO, "contiguous_gradients"),),
+    "overlap_comm": ((_ZERO, "overlap_comm"),),
+    "allgather_partitions": ((_ZERO, "allgather_partitions"),),
+    "reduce_scatter": ((_ZERO, "reduce_scatter"),),
+    "allgather_bucket_size": ((_ZERO, "allgather_bucket_size"),),
+    "reduce_bucket_size": ((_ZERO, "reduce_bucket_size"),),
+    "partition_activations": ((_ACTIVATIONS, "partition_activations"),),
+    "cpu_checkpointing": ((_ACTIVATIONS, "cpu_checkpointing"),),
+    "contiguous_memory_optimization": ((_ACTIVATIONS, "contiguous_memory_optimization"),),
+    "synchronize_checkpoint_boundary": ((_ACTIVATIONS, "synchronize_checkpoint_boundary"),),
+    "block_size": (("aio", "block_size"),),
+    "queue_depth": (("aio", "queue_depth"),),
+    "single_submit": (("aio", "single_submit"),),
+    "overlap_events": (("aio", "overlap_events"),),
+    "thread_count": (("aio", "thread_count"),),
+    "loss_scale": (("fp16", "loss_scale"),),
+    "initial_scale_power": (("fp16", "initial_scale_power"),),
+    "loss_scale_window": (("fp16", "loss_scale_window"),),
+    "hysteresis": (("fp16", "hysteresis"),),
+    "min_loss_scale": (("fp16", "min_loss_scale"),),
+}
+OFFLOAD_ARGUMENT_PATHS: Mapping[str, tuple[Path, ...]] = {
+    "offload_optimizer_device": ((_ZERO, "offload_optimizer", "device"),),
+    "optimizer_buffer_count": ((_ZERO, "offload_optimizer", "buffer_count"),),
+    "offload_params_device": ((_ZERO, "offload_param", "device"),),
+    "params_buffer_count": ((_ZERO, "offload_param", "buffer_count"),),
+    "params_buffer_size": ((_ZERO, "offload_param", "buffer_size"),),
+    "max_in_cpu": ((_ZERO, "offload_param", "max_in_cpu"),),
+    "nvme_path": ((_ZERO, "offload_optimizer", "nvme_path"), (_ZERO, "offload_param", "nvme_path")),
+    "pin_memory": ((_ZERO, "offload_optimizer", "pin_memory"), (_ZERO, "offload_param", "pin_memory")),
+}
+_OFFLOAD_SECTIONS = {"offload_optimizer": (_ZERO, "offload_optimizer"), "offload_parameters": (_ZERO, "offload_param")}
+
+
+def complete(base: Mapping[str, Any], arguments: Mapping[str, Any], options: Zero3Options) -> Config:
+    """Join a config dict with the arguments and options that were given beside it.
+
+    Args:
+        base: A DeepSpeed config, the user's or Lightning's default; it is copied, not changed.
+        arguments: ``DeepSpeedStrategy`` arguments that the user passed explicitly. Empty when ``base`` was made from
+            them.
+        options: This package's options.
+
+    Returns:
+        A new dict with stage 3, what the arguments and options ask for, and the defaults that a bare dict lacks.
+
+    Raises:
+        ConfigConflictError: The dict and an argument or option differ; the message names both.
+
+    >>> complete({"zero_optimization": {"stage": 3}}, {}, Zero3Options())["zero_allow_untested_optimizer"]
+    True
+    >>> complete({"zero_optimization": {"stage": 2}}, {}, Zero3Options())
+    Traceback (most recent call last):
+    ...
+    lightning_zero3.config.ConfigConflictError: zero3_fast is ZeRO stage 3, but the DeepSpeed config sets \
+zero_optimization.stage to 2. Set it to 3 or leave it out; for stage 2 use Trainer(strategy="deepspeed_stage_2").
+    """
+    config: Config = copy.deepcopy(dict(base))
+    _require_sections_are_dicts(config)
+    _set_stage(config)
+    _merge_offload_sections(config, arguments)
+    for argument, value in arguments.items():
+        for path in ARGUMENT_PATHS.get(argument, ()):
+            # Lightning writes the fp16 section from the Trainer's precision, with these very arguments in it.
+            if path[0] != "fp16" or "fp16" in config:
+                _merge(config, path, value, f"{argument}={value!r}")
+    _set_expert_parallel(config, options)
+    # Lightning sets this for its own configs only, and both engines fail on a torch optimizer without it.
+    config.setdefault("zero_allow_untested_optimizer", True)
+    if _section(config, (_ZERO, "offload_optimizer")):
+        # Upstream refuses any optimizer but CPUAdam here; a user's own works too, it is only slower.
+        config.setdefault("zero_force_ds_cpu_optimizer", False)
+    return config
+
+
+def check_against_trainer(config: Mapping[str, Any], *, trainer: Any, world_size: int, precision: str) -> None:
+    """Find settings on which the config dict and the Trainer differ, before anything is set up.
+
+    Args:
+        config: A completed config.
+        trainer: A Lightning Trainer; its ``accumulate_grad_batches`` and ``gradient_clip_val`` are read.
+        world_size: Number of ranks.
+        precision: Lightning's name of the precision, e.g. ``"bf16-mixed"``.
+
+    Raises:
+        ConfigConflictError: They differ; the message names both and what to change.
+    """
+    steps = config.get("gradient_accumulation_steps")
+    if steps not in (None, "auto", trainer.accumulate_grad_batches):
+        raise ConfigConflictError(
+            f"The DeepSpeed config sets gradient_accumulation_steps to {steps}, the Trainer accumulates "
+            f"{trainer.accumulate_grad_batches}. Pass Trainer(accumulate_grad_batches={steps}) or leave the entry out."
+        )
+    clipping = config.get("gradient_clipping")
+    if clipping not in (None, "auto") and trainer.gradient_clip_val not in (None, clipping):
+        raise ConfigConflictError(
+            f"The DeepSpeed config sets gradient_clipping to {clipping}, the Trainer gradient_clip_val="
+            f"{trainer.gradient_clip_val}. Leave one of them out."
+        )
+    _check_batch_size(config, trainer.accumulate_grad_batches, world_size)
+    _check_precision(config, precision)
+
+
+def settle_trainer_values(config: MutableMapping[str, Any]) -> None:
+    """Remove entries that Lightning fills in from the Trainer and refuses to find there already.
+
+    Upstream: ``DeepSpeedStrategy._format_batch_size_and_grad_accum_config`` raises on
+    ``gradient_accumulation_steps`` whatever its value; :func:`check_against_trainer` has shown them to be equal.
+    """
+    config.pop("gradient_accumulation_steps", None)
+    for name in ("gradient_clipping", "train_micro_batch_size_per_gpu", "train_batch_size"):
+        if config.get(name) == "auto":
+            del config[name]
+
+
+def inference_config(config: Mapping[str, Any]) -> Config:
+    """The part of a training config that an engine for validate, test or predict needs.
+
+    Upstream: ``DeepSpeedStrategy._initialize_deepspeed_inference`` builds the same, but drops ``torch_autocast``.
+    """
+    kept = ("fp16", "bf16", "torch_autocast", "zero_allow_untested_optimizer", _ZERO)
+    return {"train_micro_batch_size_per_gpu": 1, **copy.deepcopy({k: config[k] for k in kept if k in config})}
+
+
+def expert_parallel_section(config: Mapping[str, Any]) -> Config | None:
+    """The AutoEP section of a config, or None where it is absent or switched off."""
+    section: Config | None = config.get("expert_parallel")
+    return section if section and section.get("enabled", False) else None
+
+
+def _require_sections_are_dicts(config: Mapping[str, Any]) -> None:
+    for name in (_ZERO, _ACTIVATIONS, "aio", "fp16", "bf16", "expert_parallel", "torch_autocast"):
+        if name in config and not isinstance(config[name], Mapping):
+            raise ConfigConflictError(
+                f"The DeepSpeed config's {name!r} is {config[name]!r}: a dict of settings is expected there."
+            )
+
+
+def _set_stage(config: Config) -> None:
+    stage = config.setdefault(_ZERO, {}).setdefault("stage", 3)
+    if stage != 3:
+        raise ConfigConflictError(
+            f"zero3_fast is ZeRO stage 3, but the DeepSpeed config sets zero_optimization.stage to {stage}. Set it to"
+            f' 3 or leave it out; for stage {stage} use Trainer(strategy="deepspeed_stage_{stage}").'
+        )
+
+
+def _merge_offload_sections(config: Config, arguments: Mapping[str, Any]) -> None:
+    for argument, path in _OFFLOAD_SECTIONS.items():
+        if argument not in arguments:
+            continue
+        wanted, section = arguments[argument], _section(config, path)
+        present = bool(section) and section.get("device", "none") != "none"
+        if not wanted and present:
+            raise ConfigConflictError(
+                f"{argument}=False, but the DeepSpeed config has {'.'.join(path)}={section!r}. Leave one of them out."
+            )
+        if wanted and section is not None and not present:
+            raise ConfigConflictError(
+                f"{argument}=True, but the DeepSpeed config has {'.'.join(path)}={section!r}. Leave one of them out."
+            )
+        if wanted and section is None:
+            config[_ZERO][path[-1]] = {"device": "cpu"}
+    for argument, paths in OFFLOAD_ARGUMENT_PATHS.items():
+        for path in paths:
+            # A detail of an offload that isn't asked for has nowhere to go, in stock Lightning as here.
+            if argument in arguments and _section(config, path[:-1]) is not None:
+                default_device = path[-1] == "device" and _is_default_cpu(config, path, arguments)
+                _merge(config, path, arguments[argument], f"{argument}={arguments[argument]!r}", force=default_device)
+
+
+def _is_default_cpu(config: Config, path: Path, arguments: Mapping[str, Any]) -> bool:
+    """Whether the section was written a moment ago by this module, with its default device."""
+    argument = {"offload_optimizer": "offload_optimizer", "offload_param": "offload_parameters"}[path[1]]
+    return bool(arguments.get(argument)) and _section(config, path[:-1]) == {"device": "cpu"}
+
+
+def _set_expert_parallel(config: Config, options: Zero3Options) -> None:
+    size = options.expert_parallel_size
+    if size is None:
+        return
+    section = config.setdefault("expert_parallel", {})
+    _merge(config, ("expert_parallel", "enabled"), True, f"expert_parallel_size={size}")
+    _merge(config, ("expert_parallel", "autoep_size"), size, f"expert_parallel_size={size}")
+    preset = options.expert_parallel_preset
+    if preset is not None and section.get("preset_model") is None:
+        section["preset_model"] = preset
+    elif preset is not None:
+        _merge(config, ("expert_parallel", "preset_model"), preset, f"expert_parallel_preset={preset!r}")
+
+
+def _check_batch_size(config: Mapping[str, Any], accumulate: int, world_size: int) -> None:
+    total, micro = config.get("train_batch_size"), config.get("train_micro_batch_size_per_gpu")
+    if not isinstance(total, int) or not isinstance(micro, int):
+        return
+    expected = micro * accumulate * world_size
+    if total != expected:
+        raise ConfigConflictError(
+            f"The DeepSpeed config sets train_batch_size to {total}, but train_micro_batch_size_per_gpu {micro} × "
+            f"accumulate_grad_batches {accumulate} × {world_size} ranks is {expected}. Leave train_batch_size out."
+        )
+
+
+def _check_precision(config: Mapping[str, Any], precision: str) -> None:
+    enabled = {name: bool(config.get(name, {}).get("enabled", False)) for name in ("fp16", "bf16", "torch_autocast")}
+    declared_off = [name for name in ("fp16", "bf16") if name in config and not enabled[name]]
+    wanted = {"16-mixed": "fp16", "16-true": "fp16", "bf16-mixed": "bf16", "bf16-true": "bf16"}.get(precision)
+    for name in ("fp16", "bf16"):
+        if enabled[name] and name != wanted:
+            example = "16-mixed" if name == "fp16" else "bf16-mixed"
+            raise ConfigConflictError(
+                f'The DeepSpeed config enables {name}, the Trainer has precision="{precision}". Pass '
+                f'Trainer(precision="{example}") or leave {name} out of the config.'
+            )
+    if wanted in declared_off:
+        raise ConfigConflictError(
+            f'Trainer(precision="{precision}") asks for {wanted}, but the DeepSpeed config has {wanted}.enabled false. '
+            f"Leave the section out."
+        )
+    if enabled["torch_autocast"] and wanted is not None:
+        raise ConfigConflictError(
+            f'The DeepSpeed config enables torch_autocast, which keeps weights in fp32; precision="{precision}" casts '
+            f'them to 16 bits, and DeepSpeed would then silently drop autocast. Pass Trainer(precision="32-true") with'
+            f" torch_autocast, or leave torch_autocast out."
+        )
+
+
+def _section(config: Mapping[str, Any], path: Path) -> Any:
+    found: Any = config
+    for key in path:
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
+
+
+def _merge(config: Config, path: Path, value: Any, source: str, *, force: bool = False) -> None:
+    """Write a value where the dict is silent; raise where it says something else."""
+    section: Any = config
+    for key in path[:-1]:
+        section = section.setdefault(key, {})
+    if path[-1] in section and section[path[-1]] != value and not force:
+        raise ConfigConflictError(
+            f"{source}, but the DeepSpeed config sets {'.'.join(path)} to {section[path[-1]]!r}. Leave one of them out."
+        )
+    section[path[-1]] = value

@@ -1,0 +1,123 @@
+"""The only caller of ``deepspeed.initialize``, and the only reader of the engine's internals."""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from lightning_zero3.moe.expert_parallel import ExpertParallelTarget, NoMoELayerError, already_replaced, auto_ep_on
+from lightning_zero3.optimizer.switches import Switches
+from lightning_zero3.substitution import substituted
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+
+def build_training_engine(
+    module: nn.Module,
+    *,
+    config: Mapping[str, Any],
+    optimizer: Any,
+    lr_scheduler: Any,
+    local_rank: int,
+    switches: Switches,
+    target: ExpertParallelTarget | None,
+) -> tuple[DeepSpeedEngine, Any]:
+    """Run ``deepspeed.initialize`` so that it builds our optimizer and, if asked, AutoEP's layers.
+
+    Upstream symbol: ``deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3``, imported by name inside
+    ``DeepSpeedEngine._configure_zero_optimizer`` (0.19.7, 0.19.8). Reason: the engine has no argument for the
+    optimizer's class. Detected by looking at what was built. Expires when it has one.
+
+    Args:
+        module: The module to train, usually a LightningModule.
+        config: The completed DeepSpeed config.
+        optimizer: The user's optimizer, or None where the config names one.
+        lr_scheduler: The user's scheduler, or None.
+        local_rank: This process's device index (any index does for a CPU).
+        switches: The optimizer's switches.
+        target: The model for AutoEP, or None.
+
+    Returns:
+        The engine and the optimizer that it built.
+
+    Raises:
+        NoMoELayerError: A target was given and no layer of it was replaced.
+    """
+    import deepspeed
+    from deepspeed.runtime.zero import stage3
+
+    from lightning_zero3.optimizer.stage3 import FastStage3Optimizer
+
+    with ExitStack() as scope:
+        ours = FastStage3Optimizer.with_switches(switches)
+        scope.enter_context(substituted(stage3, "DeepSpeedZeroOptimizer_Stage3", ours))
+        if target is not None:
+            scope.enter_context(auto_ep_on(target))
+        engine, built, _, _ = deepspeed.initialize(
+            args=argparse.Namespace(device_rank=local_rank),
+            config=dict(config),
+            model=module,
+            # Lazy, as in Lightning: it is read after AutoEP has replaced parameters.
+            model_parameters=filter(lambda parameter: parameter.requires_grad, module.parameters()),
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            dist_init_required=False,
+        )
+    if not isinstance(built, FastStage3Optimizer):
+        warnings.warn(
+            f"DeepSpeed built its own {type(built).__name__} instead of FastStage3Optimizer, so the switches of "
+            "zero3_fast have no effect in this run: this configuration, or this DeepSpeed, has another Stage-3 path.",
+            stacklevel=2,
+        )
+    if target is not None and not already_replaced(module):
+        raise NoMoELayerError(f"AutoEP replaced no layer of {target.path or type(module).__name__}.")
+    return engine, built
+
+
+def build_inference_engine(module: nn.Module, *, config: Mapping[str, Any], local_rank: int) -> DeepSpeedEngine:
+    """Run ``deepspeed.initialize`` without an optimizer, for validate, test and predict.
+
+    Args:
+        module: The module to evaluate.
+        config: A config from :func:`lightning_zero3.ds_config.inference_config`.
+        local_rank: This process's device index.
+    """
+    import deepspeed
+
+    engine, _, _, _ = deepspeed.initialize(
+        args=argparse.Namespace(device_rank=local_rank),
+        config=dict(config),
+        model=module,
+        model_parameters=[],
+        optimizer=None,
+        lr_scheduler=None,
+        dist_init_required=False,
+    )
+    return engine
+
+
+def silence_timer_lines(engine: Any) -> None:
+    """Keep DeepSpeed's step timers, drop the lines that they print.
+
+    Upstream symbol: ``SynchronizedWallClockTimer.log`` (0.19.7, 0.19.8), which prints past any logging level and resets
+    the timers. Replaced on this engine's timers only, so it ends with the engine; the reset stays. Expires when
+    upstream can time without printing.
+
+    Args:
+        engine: A DeepSpeed engine with ``wall_clock_breakdown``.
+    """
+    timers = engine.timers
+
+    def reset_only(names: Any, normalizer: float = 1.0, reset: bool = True, **_: Any) -> None:
+        for name in names:
+            if reset and name in timers.get_timers():
+                timers(name).reset()
+
+    if hasattr(timers, "get_timers"):
+        timers.log = reset_only

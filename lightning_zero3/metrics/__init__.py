@@ -1,0 +1,1 @@
+"""Step times and memory: names in one table, arithmetic apart from collection, no strategy imported."""

@@ -1,0 +1,39 @@
+"""Memory of one process, in GiB: the GPU's by its allocator, the host's by the kernel."""
+
+from __future__ import annotations
+
+import resource
+import sys
+
+import psutil
+import torch
+
+from lightning_zero3.metrics import names
+
+GIB = 2**30
+
+
+def read_memory(device: torch.device) -> dict[str, float]:
+    """Read this process's memory metrics.
+
+    Args:
+        device: The training device. Only CUDA devices have GPU metrics; on a CPU the host's stand alone.
+
+    Returns:
+        Metric name → GiB. On CUDA the allocator's peaks are reset, so the next call's peaks are of the span between.
+    """
+    resident = psutil.Process().memory_info().rss
+    # The kernel updates its high-water mark lazily: it may lag behind what is resident now.
+    values = {names.HOST_RSS: resident / GIB, names.HOST_RSS_PEAK: max(resident, _peak_rss_bytes()) / GIB}
+    if device.type == "cuda":
+        values[names.PEAK_ALLOCATED] = torch.cuda.max_memory_allocated(device) / GIB
+        values[names.PEAK_RESERVED] = torch.cuda.max_memory_reserved(device) / GIB
+        values[names.ALLOCATED_BETWEEN_STEPS] = torch.cuda.memory_allocated(device) / GIB
+        torch.cuda.reset_peak_memory_stats(device)
+    return values
+
+
+def _peak_rss_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Kibibytes on Linux, bytes on macOS.
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,93 @@
+"""Step times: DeepSpeed's own micro-step timers, and a wall clock around the whole optimizer step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from lightning_zero3.metrics import names
+
+# DeepSpeed's timer (deepspeed/utils/timer.py) → our metric.
+_TIMERS = {
+    "step_microstep": names.STEP_MICROSTEP,
+    "fwd_microstep": names.FWD_MICROSTEP,
+    "bwd_microstep": names.BWD_MICROSTEP,
+}
+_FORWARD_TIMERS = ("fwd_microstep", "fwd")
+
+
+def read_engine_timers(engine: Any) -> dict[str, float]:
+    """Read the timers of the micro-step that an engine has just finished.
+
+    Upstream: ``DeepSpeedEngine.get_wall_clock_timers``, a snapshot that ``step()`` makes where
+    ``wall_clock_breakdown`` is on.
+
+    Args:
+        engine: A DeepSpeed engine, or any other module.
+
+    Returns:
+        Metric name → milliseconds; empty where nothing is timed.
+    """
+    snapshot = getattr(engine, "get_wall_clock_timers", dict)()
+    return {metric: float(snapshot[timer]) for timer, metric in _TIMERS.items() if timer in snapshot}
+
+
+def discard_forward_times(engine: Any) -> None:
+    """Forget forward passes that were no training, so that they don't count in the next training step's time.
+
+    Upstream: ``DeepSpeedEngine.timers``. An engine times every forward and resets in ``step()`` only.
+
+    Args:
+        engine: A DeepSpeed engine, or any other module.
+    """
+    timers = getattr(engine, "timers", None)
+    known = timers.get_timers() if hasattr(timers, "get_timers") else {}
+    for name in _FORWARD_TIMERS:
+        if name in known:
+            known[name].reset()
+
+
+class StepClock:
+    """Wall time of optimizer steps, from the end of one to the end of the next.
+
+    Args:
+        now: Seconds of a monotonic clock; another one for tests.
+
+    >>> ticks = iter([0.0, 1.0, 5.0])
+    >>> clock = StepClock(now=lambda: next(ticks))
+    >>> clock.restart()
+    >>> clock.batch_starts()
+    >>> clock.step_ends() == {"step/total_ms": 5000.0, "step/data_wait_ms": 1000.0}
+    True
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._step_began = self._batch_ended = 0.0
+        self._waited = 0.0
+
+    def restart(self) -> None:
+        """Begin a step here: what came before (set-up, validation) is no part of it."""
+        self._step_began = self._batch_ended = self._now()
+        self._waited = 0.0
+
+    def batch_starts(self) -> None:
+        """The data of a micro-step has arrived."""
+        self._waited += self._now() - self._batch_ended
+
+    def batch_ends(self) -> None:
+        """A micro-step without an optimizer step is over."""
+        self._batch_ended = self._now()
+
+    def step_ends(self) -> dict[str, float]:
+        """An optimizer step is over.
+
+        Returns:
+            Metric name → milliseconds.
+        """
+        now = self._now()
+        times = {names.STEP_TOTAL: (now - self._step_began) * 1e3, names.DATA_WAIT: self._waited * 1e3}
+        self._step_began = self._batch_ended = now
+        self._waited = 0.0
+        return times

@@ -1,0 +1,29 @@
+"""How many tokens a batch holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+def tokens_in(batch: Any) -> int | None:
+    """Count the tokens of a batch of token ids.
+
+    Args:
+        batch: A mapping with ``input_ids``, a tensor of an integer dtype, or a sequence whose first entry is one.
+
+    Returns:
+        The number of elements of the token ids (padding counts), or None if the batch isn't of these forms.
+
+    >>> tokens_in({"input_ids": torch.zeros(2, 8, dtype=torch.long)}), tokens_in(torch.zeros(2, 8))
+    (16, None)
+    """
+    if isinstance(batch, Mapping):
+        return tokens_in(batch["input_ids"]) if "input_ids" in batch else None
+    if isinstance(batch, list | tuple) and batch:
+        return tokens_in(batch[0])
+    if isinstance(batch, torch.Tensor) and not batch.is_floating_point() and batch.dtype != torch.bool:
+        return batch.numel()
+    return None

@@ -1,0 +1,193 @@
+"""AutoEP pointed at the Hugging Face model inside a user's module, checked before any process group exists.
+
+DeepSpeed's engine hands its *root* module to AutoEP, which then matches layer names from the root (``model.layers.N``)
+and reads the root's ``config``. Under a LightningModule the root is the user's own class: names are longer, the config
+is missing or is something else, and the replacement is silently nothing or silently another function. Here AutoEP gets
+the Hugging Face model itself, at whatever depth and under whatever attribute it hangs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from lightning_zero3.moe.presets import UnsupportedModelError, resolve_preset
+from lightning_zero3.substitution import substituted
+from lightning_zero3.topology import Topology
+
+
+class NoMoELayerError(ValueError):
+    """Expert parallelism was asked for, but there is no MoE layer that it could be applied to."""
+
+
+@dataclass(frozen=True)
+class ExpertParallelTarget:
+    """The Hugging Face model that AutoEP works on.
+
+    Args:
+        path: Its dotted name inside the root module, empty for the root itself.
+        module: The model.
+        preset: The AutoEP preset that computes its MoE layers.
+    """
+
+    path: str
+    module: nn.Module
+    preset: str
+
+
+def find_target(root: nn.Module, requested_preset: str | None = None) -> ExpertParallelTarget:
+    """Find the Hugging Face model with MoE layers inside a module.
+
+    Args:
+        root: Any module, usually a LightningModule.
+        requested_preset: The user's choice of preset, or None.
+
+    Returns:
+        The outermost Hugging Face model for which a preset is known.
+
+    Raises:
+        NoMoELayerError: There is no Hugging Face model inside.
+        UnsupportedModelError: There is none that a preset computes, or there are several.
+    """
+    candidates = _outermost_configured(root)
+    if not candidates:
+        raise NoMoELayerError(
+            f"expert_parallel_size is set, but {type(root).__name__} holds no Hugging Face model (a module whose "
+            "`config` has a `model_type`). Build the model in the LightningModule's __init__ or configure_model."
+        )
+    found: list[ExpertParallelTarget] = []
+    reasons: list[str] = []
+    for path, module in candidates:
+        try:
+            found.append(ExpertParallelTarget(path, module, resolve_preset(model_type(module), requested_preset)))
+        except UnsupportedModelError as reason:
+            reasons.append(f"{path or 'the module itself'}: {reason}")
+    if not found:
+        raise UnsupportedModelError("\n".join(reasons))
+    if len(found) > 1:
+        raise UnsupportedModelError(
+            "expert_parallel_size is set, and there are several mixture-of-experts models: "
+            + ", ".join(f"{target.path} ({model_type(target.module)})" for target in found)
+            + ". AutoEP takes one model per engine; keep the others out of this LightningModule."
+        )
+    return found[0]
+
+
+def check_layers(target: ExpertParallelTarget, section: Mapping[str, Any], topology: Topology) -> int:
+    """Let AutoEP's own parser find the MoE layers, and check that the experts can be shared out.
+
+    Args:
+        target: What :func:`find_target` found.
+        section: The ``expert_parallel`` section of the DeepSpeed config.
+        topology: The run's layout.
+
+    Returns:
+        The number of MoE layers that will be replaced.
+
+    Raises:
+        NoMoELayerError: The parser finds none.
+        ValueError: The number of experts isn't divisible by the expert parallel size.
+    """
+    from deepspeed.module_inject.auto_ep import AutoEP
+    from deepspeed.module_inject.auto_ep_config import parse_autoep_config
+
+    where = f"{target.path or 'the module'} ({type(target.module).__name__})"
+    if already_replaced(target.module):
+        return sum(1 for module in target.module.modules() if getattr(module, "_is_autoep_layer", False))
+    parser = AutoEP(target.module, parse_autoep_config({**section, "preset_model": target.preset}))
+    try:
+        layers = parser.ep_parser()
+    except ValueError as error:
+        if "no MoE layers detected" not in str(error):
+            raise
+        raise NoMoELayerError(
+            f"expert_parallel_size={topology.expert_parallel_size}, but AutoEP's preset {target.preset!r} finds no MoE "
+            f"layer in {where}, model_type={model_type(target.module)!r}. Its children are: "
+            f"{', '.join(name for name, _ in target.module.named_children()) or 'none'}. Is the model's configuration "
+            f"dense, or does another expert_parallel_preset fit it?"
+        ) from error
+    for layer in layers:
+        topology.require_experts_divide(layer.num_experts, f"{target.path + '.' if target.path else ''}"
+                                        f"{layer.moe_module_name}")
+    return len(layers)
+
+
+def holds_a_model(root: nn.Module) -> bool:
+    """Whether a Hugging Face model is built already, at any depth."""
+    return bool(_outermost_configured(root))
+
+
+def check_declared_configs(root: nn.Module, requested_preset: str | None, topology: Topology) -> None:
+    """Check a model that isn't built yet by the Hugging Face configs that hang on the module.
+
+    Args:
+        root: A LightningModule that builds its model in ``configure_model``.
+        requested_preset: The user's choice of preset, or None.
+        topology: The run's layout.
+
+    Raises:
+        UnsupportedModelError: No preset computes the config's model type.
+        NoMoELayerError: The config has no experts.
+        ValueError: The number of experts isn't divisible by the expert parallel size.
+    """
+    from deepspeed.module_inject.auto_ep_presets.registry import get_preset
+
+    for name, config in vars(root).items():
+        if not isinstance(getattr(config, "model_type", None), str):
+            continue
+        preset = resolve_preset(config.model_type, requested_preset)
+        experts = getattr(config, get_preset(preset).num_experts_attr, None)
+        if not experts:
+            raise NoMoELayerError(
+                f"expert_parallel_size={topology.expert_parallel_size}, but {type(root).__name__}.{name} "
+                f"(model_type={config.model_type!r}) has no {get_preset(preset).num_experts_attr}: a dense model?"
+            )
+        topology.require_experts_divide(experts, f"{type(root).__name__}.{name} ({config.model_type})")
+
+
+def already_replaced(root: nn.Module) -> bool:
+    """Whether AutoEP's layers are in place, from an earlier engine."""
+    return any(getattr(module, "_is_autoep_layer", False) for module in root.modules())
+
+
+@contextmanager
+def auto_ep_on(target: ExpertParallelTarget) -> Iterator[None]:
+    """Make AutoEP work on ``target`` instead of the engine's root module, for the length of ``deepspeed.initialize``.
+
+    Upstream symbol: ``deepspeed.module_inject.auto_ep.AutoEP``, imported by name inside
+    ``DeepSpeedEngine._configure_expert_parallel`` (0.19.7, 0.19.8). Reason: see this module's text. Detected by the
+    substitution itself (a missing name raises) and by counting replaced layers afterwards. Expires when AutoEP accepts
+    a nested model.
+    """
+    from deepspeed.module_inject import auto_ep
+
+    upstream = auto_ep.AutoEP
+
+    class NestedAutoEP(upstream):  # type: ignore[misc, valid-type]
+        """AutoEP that is given the nested model and its config."""
+
+        def __init__(self, model: nn.Module, config: Any) -> None:
+            super().__init__(target.module, config)
+
+    with substituted(auto_ep, "AutoEP", NestedAutoEP):
+        yield
+
+
+def model_type(module: nn.Module) -> str:
+    """``config.model_type`` of a Hugging Face model."""
+    return str(module.config.model_type)
+
+
+def _outermost_configured(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Modules with a Hugging Face config that aren't inside another such module."""
+    found: list[tuple[str, nn.Module]] = []
+    for path, module in root.named_modules():
+        inside = any(path.startswith(f"{outer}.") or outer == "" for outer, _ in found)
+        # A LightningModule may carry the config of the model that it holds: only a PreTrainedModel is a model.
+        if not inside and hasattr(getattr(module, "config", None), "model_type") and hasattr(module, "save_pretrained"):
+            found.append((path, module))
+    return found

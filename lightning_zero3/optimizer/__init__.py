@@ -1,0 +1,1 @@
+"""The Stage-3 optimizer: upstream's class with the parts of this package on top."""

@@ -1,0 +1,31 @@
+"""``FastStage3Optimizer``: DeepSpeed's Stage-3 optimizer with this package's parts on top.
+
+Importing this module imports DeepSpeed; the package's ``__init__`` therefore doesn't.
+"""
+
+from __future__ import annotations
+
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+from lightning_zero3.optimizer.grad_clear import ScopedGradClear
+from lightning_zero3.optimizer.master_alias import MasterAlias
+from lightning_zero3.optimizer.switches import Switches
+
+
+class FastStage3Optimizer(ScopedGradClear, MasterAlias, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
+    """A ``DeepSpeedZeroOptimizer_Stage3`` with the scoped gradient clear and safe master-weight aliasing.
+
+    DeepSpeed's engine builds it, with upstream's arguments. Its switches are bound to a subclass beforehand
+    (:meth:`with_switches`), because the engine knows nothing of them.
+    """
+
+    switches = Switches()
+
+    @classmethod
+    def with_switches(cls, switches: Switches) -> type[FastStage3Optimizer]:
+        """A subclass of the same name on which the given switches are set.
+
+        Args:
+            switches: Which parts are on.
+        """
+        return type(cls.__name__, (cls,), {"switches": switches, "__doc__": cls.__doc__, "__module__": cls.__module__})

@@ -1,0 +1,23 @@
+"""The optimizer's switches, as its parts read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_zero3.config import Zero3Options
+
+
+@dataclass(frozen=True)
+class Switches:
+    """Which parts of the optimizer are on. Each can be switched alone, for an A/B on the same machine."""
+
+    scoped_grad_clear: bool = True
+    alias_master_weights: bool = True
+
+    @classmethod
+    def from_options(cls, options: Zero3Options) -> Switches:
+        """Take the optimizer's switches out of the strategy's options."""
+        return cls(
+            scoped_grad_clear=options.scoped_grad_clear,
+            alias_master_weights=options.alias_master_weights,
+        )

@@ -1,0 +1,231 @@
+"""``Zero3FastStrategy``: Lightning's hooks, in the order in which a Trainer calls them, each delegating to one room."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import LightningModule
+from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_zero3 import cpu_ops, ds_config
+from lightning_zero3.config import ConfigConflictError, Zero3Options
+from lightning_zero3.moe import expert_parallel
+from lightning_zero3.optimizer.switches import Switches
+from lightning_zero3.topology import Topology
+
+
+class Zero3FastStrategy(DeepSpeedStrategy):
+    """ZeRO Stage 3 with a faster, leaner optimizer step, and expert parallelism for Hugging Face MoE models.
+
+    A drop-in for ``Trainer(strategy="deepspeed_stage_3")``: registered as ``"zero3_fast"``, and as
+    ``"zero3_fast_offload"`` with the optimizer on the CPU. Runs on CUDA GPUs, and on CPUs with gloo.
+
+    Args:
+        config: A DeepSpeed config dict or a path to one in JSON. It is copied, never changed. Where it is silent,
+            arguments and options fill it in; where it and they differ, :class:`ConfigConflictError` names both.
+        scoped_grad_clear: Visit each parameter once per optimizer step to clear gradients, instead of once per
+            sub-group. Where the installed DeepSpeed clears once per step (0.19.8), its own clear is used.
+        alias_master_weights: Let a sub-group's weight partition be its master copy where the two would be identical
+            (same dtype, same device, nothing offloaded): plain fp32, torch autocast over fp32 weights, bf16 masters.
+            Saves 4 (fp32) or 2 (bf16) bytes per parameter.
+        expert_parallel_size: Number of ranks that share one set of experts. ``None`` leaves the model's MoE layers as
+            they are; 1 replaces them by AutoEP's layers with all experts on every rank. It must divide the number of
+            ranks and of experts.
+        expert_parallel_preset: Name of DeepSpeed's AutoEP preset; ``None`` resolves it from the model's config.
+        **deepspeed_arguments: Any other argument of ``lightning.pytorch.strategies.DeepSpeedStrategy`` but ``stage``
+            and ``zero_optimization``. One that is at Lightning's default counts as not given.
+
+    Raises:
+        ConfigConflictError: ``config`` and an argument or option differ.
+        TypeError: An unknown argument, or an option of the wrong type.
+        ValueError: An option out of range.
+    """
+
+    strategy_name = "zero3_fast"
+
+    def __init__(
+        self,
+        config: str | Path | dict[str, Any] | None = None,
+        *,
+        scoped_grad_clear: bool = True,
+        alias_master_weights: bool = True,
+        expert_parallel_size: int | None = None,
+        expert_parallel_preset: str | None = None,
+        **deepspeed_arguments: Any,
+    ) -> None:
+        self.options = Zero3Options(
+            scoped_grad_clear=scoped_grad_clear,
+            alias_master_weights=alias_master_weights,
+            expert_parallel_size=expert_parallel_size,
+            expert_parallel_preset=expert_parallel_preset,
+        )
+        _refuse_fixed_arguments(deepspeed_arguments)
+        super().__init__(config=config, zero_optimization=True, stage=3, **deepspeed_arguments)
+        # Without a dict of the user's, Lightning has built one from the arguments, and they can't differ.
+        from_user = config is not None or self.DEEPSPEED_ENV_VAR in os.environ
+        given = _not_at_default(deepspeed_arguments) if from_user else {}
+        assert isinstance(self.config, dict)
+        self.config = ds_config.complete(self.config, given, self.options)
+        self._quiet_timers = False
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register ``zero3_fast`` and ``zero3_fast_offload``.
+
+        Args:
+            strategy_registry: Lightning's registry of strategy names.
+        """
+        strategy_registry.register(cls.strategy_name, cls, description="ZeRO Stage 3, fast step", override=True)
+        strategy_registry.register(
+            f"{cls.strategy_name}_offload",
+            cls,
+            description="ZeRO Stage 3, fast step, optimizer on the CPU",
+            override=True,
+            offload_optimizer=True,
+        )
+
+    def enable_step_timers(self) -> None:
+        """Have DeepSpeed time forward, backward and step of each micro-step, without the lines it would print.
+
+        Called by :class:`lightning_zero3.Zero3Monitor` before the engine is built. A ``wall_clock_breakdown`` in the
+        user's own config keeps its lines.
+        """
+        assert isinstance(self.config, dict)
+        if not self.config.get("wall_clock_breakdown", False):
+            self.config["wall_clock_breakdown"] = True
+            self._quiet_timers = True
+
+    def setup_environment(self) -> None:
+        """Check everything that can be known, then set up the device and the process group.
+
+        Raises:
+            ConfigConflictError: The config and the Trainer differ.
+            ValueError: The expert parallel size fits neither ranks nor experts, or there is no MoE layer.
+            RuntimeError: The accelerator isn't supported, or isn't the one that DeepSpeed was imported for.
+        """
+        self._check_accelerator()
+        self._check_config()
+        self._check_expert_parallel()
+        # DeepSpeedStrategy's own method refuses anything but CUDA; its base class sets up the environment for any.
+        super(DeepSpeedStrategy, self).setup_environment()
+
+    def setup_distributed(self) -> None:
+        """Make the process group: NCCL for CUDA, gloo for CPU."""
+        if self.root_device.type == "cuda":
+            super().setup_distributed()
+            return
+        # The same as Lightning's, less its check of GPU indices, which CPU devices fail.
+        cpu_ops.prepare()
+        reset_seed()
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+
+    def _setup_model_and_optimizer(
+        self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
+    ) -> tuple[Any, Any]:
+        from lightning_zero3 import engine as engines
+
+        assert isinstance(self.config, dict)
+        target, config = None, self.config
+        section = ds_config.expert_parallel_section(config)
+        if section is not None:
+            target = expert_parallel.find_target(model, section.get("preset_model"))
+            expert_parallel.check_layers(target, section, self._topology(section))
+            config = {**config, "expert_parallel": {**section, "preset_model": target.preset}}
+        engine, built = engines.build_training_engine(
+            model,
+            config=config,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            local_rank=self.local_rank,
+            switches=Switches.from_options(self.options),
+            target=target,
+        )
+        if self._quiet_timers:
+            engines.silence_timer_lines(engine)
+        return engine, built
+
+    def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
+        from lightning.pytorch.strategies.deepspeed import remove_module_hooks
+
+        from lightning_zero3.engine import build_inference_engine
+
+        assert isinstance(self.config, dict)
+        if ds_config.expert_parallel_section(self.config) is not None:
+            raise NotImplementedError(
+                "validate, test and predict outside of fit don't support expert_parallel_size yet. Validate inside "
+                "fit (val_dataloaders), or evaluate with a strategy without expert_parallel_size."
+            )
+        remove_module_hooks(model)
+        self.model = build_inference_engine(
+            model, config=ds_config.inference_config(self.config), local_rank=self.local_rank
+        )
+
+    def _check_accelerator(self) -> None:
+        if not isinstance(self.accelerator, CUDAAccelerator | CPUAccelerator):
+            raise RuntimeError(
+                f"zero3_fast runs on CUDA GPUs and on CPUs, not with {type(self.accelerator).__name__}. Pass "
+                'Trainer(accelerator="cuda") or Trainer(accelerator="cpu").'
+            )
+        from deepspeed.accelerator import get_accelerator
+
+        seen, wanted = get_accelerator().device_name(), self.root_device.type
+        if seen.split(":")[0] != wanted:
+            raise RuntimeError(
+                f"The Trainer runs on {wanted}, but DeepSpeed was imported for {seen}, which it decides once per "
+                f"process. Set the environment variable DS_ACCELERATOR={wanted} before Python starts."
+            )
+
+    def _check_config(self) -> None:
+        module = self.lightning_module
+        assert isinstance(self.config, dict)
+        if module is None or self._config_initialized:
+            return
+        ds_config.check_against_trainer(
+            self.config,
+            trainer=module.trainer,
+            world_size=self.world_size,
+            precision=self.precision_plugin.precision,
+        )
+        ds_config.settle_trainer_values(self.config)
+
+    def _check_expert_parallel(self) -> None:
+        assert isinstance(self.config, dict)
+        section = ds_config.expert_parallel_section(self.config)
+        module = self.lightning_module
+        if section is None or module is None:
+            return
+        topology = self._topology(section)
+        preset = section.get("preset_model")
+        if expert_parallel.holds_a_model(module) or not is_overridden("configure_model", module, LightningModule):
+            expert_parallel.check_layers(expert_parallel.find_target(module, preset), section, topology)
+        else:
+            # The model is built later, in the process group; its config often hangs on the module already.
+            expert_parallel.check_declared_configs(module, preset, topology)
+
+    def _topology(self, section: Mapping[str, Any]) -> Topology:
+        return Topology(world_size=self.world_size, expert_parallel_size=section.get("autoep_size", 1))
+
+
+def _refuse_fixed_arguments(arguments: dict[str, Any]) -> None:
+    """Take out ``stage`` and ``zero_optimization`` where they say what is true anyway."""
+    for name, fixed in (("stage", 3), ("zero_optimization", True)):
+        if arguments.pop(name, fixed) != fixed:
+            raise ConfigConflictError(f"zero3_fast always has {name}={fixed}: leave {name} out.")
+
+
+def _not_at_default(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments that differ from ``DeepSpeedStrategy``'s defaults; LightningCLI passes all defaults explicitly."""
+    defaults = {
+        name: parameter.default for name, parameter in inspect.signature(DeepSpeedStrategy.__init__).parameters.items()
+    }
+    return {name: value for name, value in arguments.items() if value != defaults.get(name, inspect.Parameter.empty)}

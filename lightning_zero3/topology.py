@@ -1,0 +1,81 @@
+"""Who sits where: integer arithmetic over ranks. No process group is made or asked here.
+
+The layout is DeepSpeed's (``deepspeed/utils/groups.py``, ``_get_expert_parallel_ranks``): consecutive ranks form an
+expert-parallel group and share one set of experts; ranks with the same position in their groups hold the same experts
+and form an expert-data-parallel group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The parallel layout of a run.
+
+    Args:
+        world_size: Number of ranks.
+        expert_parallel_size: Ranks that share one set of experts; 1 without expert parallelism.
+
+    Raises:
+        ValueError: The size doesn't divide the world.
+
+    >>> layout = Topology(world_size=8, expert_parallel_size=4)
+    >>> layout.expert_parallel_ranks(5), layout.expert_data_parallel_ranks(5)
+    ((4, 5, 6, 7), (1, 5))
+    >>> Topology(world_size=6, expert_parallel_size=4)
+    Traceback (most recent call last):
+    ...
+    ValueError: expert_parallel_size=4 doesn't divide the 6 ranks of this run. Sizes that do: 1, 2, 3, 6.
+    """
+
+    world_size: int
+    expert_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse a size that doesn't divide the world."""
+        if self.world_size % self.expert_parallel_size:
+            raise ValueError(
+                f"expert_parallel_size={self.expert_parallel_size} doesn't divide the {self.world_size} ranks of this "
+                f"run. Sizes that do: {_listed(divisors(self.world_size))}."
+            )
+
+    def expert_parallel_ranks(self, rank: int) -> tuple[int, ...]:
+        """Ranks that share one set of experts with ``rank``, in order."""
+        first = rank - rank % self.expert_parallel_size
+        return tuple(range(first, first + self.expert_parallel_size))
+
+    def expert_data_parallel_ranks(self, rank: int) -> tuple[int, ...]:
+        """Ranks that hold the same experts as ``rank``, in order."""
+        return tuple(range(rank % self.expert_parallel_size, self.world_size, self.expert_parallel_size))
+
+    def require_experts_divide(self, num_experts: int, layer: str) -> None:
+        """Check that each rank of an expert-parallel group can hold the same number of experts.
+
+        Args:
+            num_experts: Routed experts of one MoE layer.
+            layer: What the message calls it.
+
+        Raises:
+            ValueError: The size doesn't divide the number of experts.
+        """
+        if num_experts % self.expert_parallel_size:
+            both = [d for d in divisors(num_experts) if self.world_size % d == 0]
+            raise ValueError(
+                f"expert_parallel_size={self.expert_parallel_size} doesn't divide the {num_experts} experts of {layer}."
+                f" Sizes that divide both the experts and the {self.world_size} ranks: {_listed(both)}."
+            )
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(str(number) for number in numbers)

@@ -1,0 +1,1 @@
+"""What all recipes share: reading training text."""

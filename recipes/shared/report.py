@@ -1,0 +1,300 @@
+"""The end of a recipe: its numbers as a table in the terminal, and its course as a chart in a PNG."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lightning_zero3.metrics.summary import (
+    BWD_MICROSTEP,
+    FWD_MICROSTEP,
+    GIB_SUFFIX,
+    LAST_LOSSES,
+    LOSS,
+    MEMORY_PREFIX,
+    STEP_MICROSTEP,
+    Metrics,
+    RunSummary,
+    Spread,
+    number_steps,
+)
+
+NOT_MEASURED = "not measured"
+
+# Okabe and Ito's palette: its colours stay apart under every common colour blindness. Dashes tell lines apart as well.
+BLUE, VERMILION, GREEN, PURPLE, SKY, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#595959"
+TIMES = {
+    STEP_MICROSTEP: ("optimizer (step_microstep)", VERMILION),
+    FWD_MICROSTEP: ("forward (fwd_microstep)", BLUE),
+    BWD_MICROSTEP: ("backward (bwd_microstep)", GREEN),
+}
+# Memory of the host is never called "GPU", that of the GPU always is. In the order of the table and of the legend.
+MEMORY = {
+    "memory/peak_reserved_gib": ("GPU peak reserved", SKY, "-"),
+    "memory/peak_allocated_gib": ("GPU peak allocated", BLUE, "-"),
+    "memory/allocated_between_steps_gib": ("GPU allocated between steps", GREEN, "-"),
+    "memory/host_rss_peak_gib": ("host resident memory, peak", PURPLE, "--"),
+    "memory/host_rss_gib": ("host resident memory", VERMILION, "-"),
+}
+OTHER_MEMORY = ((GREY, "-."), (GREY, ":"), (PURPLE, "-."), (PURPLE, ":"))  # colours and dashes of any other
+SMOOTH_FROM = 20  # fewer points are drawn as they are: a median over them would hide more than it shows
+LOG_SCALE_FROM = 30.0  # ratio of the medians from which the smaller line would lie on the axis
+
+
+def memory_label(name: str) -> str:
+    """What to call a memory metric in front of a reader.
+
+    >>> memory_label("memory/host_rss_peak_gib")
+    'host resident memory, peak'
+    >>> memory_label("memory/pinned_buffers_gib")
+    'pinned buffers'
+    """
+    if name in MEMORY:
+        return MEMORY[name][0]
+    return name.removeprefix(MEMORY_PREFIX).removesuffix(GIB_SUFFIX).replace("_", " ")
+
+
+def running_median(values: Sequence[float], window: int) -> list[float]:
+    """Median of the ``window`` values around each value, of those there are at both ends.
+
+    Args:
+        values: In any unit; the result has the same.
+        window: An odd number of values.
+
+    >>> running_median([1.0, 9.0, 2.0, 3.0], window=3)
+    [5.0, 2.0, 3.0, 2.5]
+    """
+    half = window // 2
+    return [float(np.median(values[max(0, at - half) : at + half + 1])) for at in range(len(values))]
+
+
+def print_table(summary: RunSummary, *, title: str, console: Console | None = None) -> None:
+    """Print a run's times (ms), tokens per second, memory (GiB) and losses.
+
+    Args:
+        summary: What :func:`~lightning_zero3.metrics.summary.summarise` returned.
+        title: Printed as it is, brackets included.
+        console: Where to print; a new one on the standard output by default.
+    """
+    table = Table(
+        title=Text(title, style="bold"),
+        caption=Text(
+            f"{summary.steps} optimizer steps logged. Times are means without step 1, which allocates the optimizer "
+            "state. Memory is the largest value of the run."
+        ),
+    )
+    table.add_column("", overflow="fold")
+    for heading in ("value", "min", "max", "n"):
+        table.add_column(heading, justify="right", no_wrap=True)
+
+    early, later = "steps 2 to 10", "after step 1"
+    _add_spread(table, f"step_microstep, {early} (ms)", summary.step_microstep_early)
+    _add_spread(table, f"step_microstep, {later} (ms)", summary.step_microstep)
+    _add_spread(table, f"total step time, {early} (ms)", summary.step_total_early)
+    _add_spread(table, f"total step time, {later} (ms)", summary.step_total)
+    _add_spread(table, f"tokens/s, {later}", summary.tokens_per_second)
+    table.add_section()
+    for name in _in_order(summary.memory):
+        table.add_row(Text(f"{memory_label(name)} (GiB)"), _text(summary.memory[name]))
+    if not summary.memory:
+        table.add_row("memory (GiB)", NOT_MEASURED)
+    table.add_section()
+    if summary.loss_first is None or summary.loss_last is None or summary.loss_last_mean is None:
+        table.add_row("loss, first → last", NOT_MEASURED)
+    else:
+        table.add_row("loss, first → last", f"{summary.loss_first:.3f} → {summary.loss_last:.3f}")
+        table.add_row(f"loss, mean of the last {LAST_LOSSES}", f"{summary.loss_last_mean:.3f}")
+    (console or Console()).print(table)
+
+
+def draw_chart(
+    metrics: Metrics,
+    path: str | Path,
+    *,
+    title: str,
+    entropy: float | None = None,
+    entropy_label: str = "unigram entropy",
+) -> None:
+    """Draw loss, step time and memory over the optimizer steps (from 1) into a PNG.
+
+    A metric that the run didn't log leaves its line out; a panel without any says so. Neither pyplot nor
+    matplotlib's choice of a backend is touched, so a training process can call this.
+
+    Args:
+        metrics: As :func:`~lightning_zero3.metrics.summary.read_metrics` returns it.
+        path: The PNG to write; its folder is made when it is absent, and a file there is replaced.
+        title: Printed above the panels as it is.
+        entropy: A level to compare the loss with, in nats (the entropy of the data under a simple model).
+        entropy_label: What the level is.
+
+    Raises:
+        OSError: ``path`` can't be written.
+    """
+    numbered = number_steps(metrics)
+    figure = Figure(figsize=(10, 8.5), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1), facecolor="white")
+    FigureCanvasAgg(figure)
+    loss_panel, time_panel, memory_panel = figure.subplots(3, 1, sharex=True)
+    figure.suptitle(_plain(title), fontsize=13, fontweight="bold", wrap=True)
+
+    _draw_loss(loss_panel, numbered, entropy, _plain(entropy_label))
+    _draw_times(time_panel, numbered)
+    _draw_memory(memory_panel, numbered)
+    last = max((step for values in numbered.values() for step in values), default=1)
+    margin = 0.5 + 0.01 * last
+    memory_panel.set_xlim(1 - margin, last + margin)
+    memory_panel.set_xticks(_step_ticks(last))
+    memory_panel.set_xlabel("optimizer step")
+    figure.align_ylabels()
+
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png", dpi=150)
+
+
+def _draw_loss(panel: Axes, numbered: Metrics, entropy: float | None, entropy_label: str) -> None:
+    losses = _from_first_step(numbered, LOSS)
+    if losses:
+        _add_line(panel, losses, "training loss", BLUE, smooth=True)
+        if entropy is not None:
+            label = f"{entropy_label}, {entropy:.3f} nats"
+            panel.axhline(entropy, color=GREY, linestyle="--", linewidth=1.2, label=label)
+    _finish(panel, "Loss", "loss (nats)")
+
+
+def _draw_times(panel: Axes, numbered: Metrics) -> None:
+    """Draw the times from step 2 on: the first one, often 10 times as long, would flatten all the others."""
+    medians, unit, first_seen = [], "ms", False
+    for name, (label, colour) in TIMES.items():
+        values = _from_first_step(numbered, name)
+        first = values.pop(1, None)
+        first_seen |= first is not None
+        if values:
+            note = "" if first is None else f"step 1: {_text(first)} ms"
+            _add_line(panel, values, label, colour, note=note, smooth=True)
+            medians.append(float(np.median(list(values.values()))))
+    if medians and max(medians) > LOG_SCALE_FROM * min(medians) > 0:
+        unit = "ms, log scale"
+        panel.set_yscale("log")
+        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        panel.yaxis.set_minor_formatter(NullFormatter())
+    elif medians:
+        _start_at_zero(panel)
+    if medians and first_seen:
+        note = "step 1 (dotted) is left out: it allocates the optimizer state"
+        panel.set_title(note, loc="right", fontsize=9, color=GREY)
+        panel.axvline(1, color=GREY, linestyle=":", linewidth=1.2)
+    _finish(panel, "Step time", f"time ({unit})", f"{NOT_MEASURED} after step 1" if first_seen else NOT_MEASURED)
+
+
+def _draw_memory(panel: Axes, numbered: Metrics) -> None:
+    sizes = [name for name in numbered if name.startswith(MEMORY_PREFIX) and name.endswith(GIB_SUFFIX)]
+    for at, name in enumerate(_in_order(sizes)):
+        values = _from_first_step(numbered, name)
+        colour, dashes = MEMORY[name][1:] if name in MEMORY else OTHER_MEMORY[at % len(OTHER_MEMORY)]
+        if values:
+            _add_line(panel, values, _plain(memory_label(name)), colour, dashes=dashes, smooth=False)
+    _start_at_zero(panel)
+    _finish(panel, "Memory", "memory (GiB)")
+
+
+def _add_line(
+    panel: Axes,
+    values: Mapping[int, float],
+    label: str,
+    colour: str,
+    *,
+    smooth: bool,
+    dashes: str = "-",
+    note: str = "",
+) -> None:
+    """Draw few points as they are; with ``smooth``, many as a thin line with their running median over it."""
+    steps, heights, many = list(values), list(values.values()), len(values) >= SMOOTH_FROM
+    notes = [note] if note else []
+    if many and smooth:
+        window = max(5, len(heights) // 30) | 1  # odd, so that it is centred
+        panel.plot(steps, heights, color=colour, linewidth=0.6, alpha=0.45)
+        heights = running_median(heights, window)
+        notes.insert(0, f"median of {window}")
+    order = 2 if dashes == "-" else 3  # where two lines lie on each other, the dashed one shows both
+    marker = "" if many else "o"  # a single point would have no line
+    (line,) = panel.plot(steps, heights, color=colour, linestyle=dashes, linewidth=1.7, marker=marker, markersize=3)
+    line.set(zorder=order, label="\n".join([label, "; ".join(notes)]).strip())
+
+
+def _start_at_zero(panel: Axes) -> None:
+    """Let the vertical axis start at 0 and leave room above; only after the last line, as it fixes the limits."""
+    panel.set_ylim(0, 1.05 * panel.get_ylim()[1])
+
+
+def _finish(panel: Axes, name: str, axis_label: str, when_empty: str = NOT_MEASURED) -> None:
+    panel.set_title(name, loc="left", fontsize=11, fontweight="bold")
+    panel.set_ylabel(axis_label)
+    panel.spines[["top", "right"]].set_visible(False)
+    if panel.get_legend_handles_labels()[1]:
+        panel.grid(axis="y", color="#DDDDDD", linewidth=0.6)
+        panel.set_axisbelow(True)
+        panel.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)  # never over a line
+    else:
+        panel.set_yticks([])
+        panel.text(0.5, 0.5, when_empty, transform=panel.transAxes, ha="center", va="center", color=GREY)
+
+
+def _step_ticks(last: int) -> list[int]:
+    """Steps to name under the chart: 1, and round ones far enough from it.
+
+    >>> _step_ticks(3), _step_ticks(100)
+    ([1, 2, 3], [1, 20, 40, 60, 80, 100])
+    """
+    if last <= 20:
+        return list(range(1, last + 1))
+    round_steps = MaxNLocator(nbins=8, steps=[1, 2, 5, 10], integer=True).tick_values(0, last)
+    return [1, *(int(step) for step in round_steps if 1 < step <= last)]
+
+
+def _from_first_step(numbered: Metrics, name: str) -> dict[int, float]:
+    return {step: value for step, value in sorted(numbered.get(name, {}).items()) if step >= 1}
+
+
+def _in_order(names: Iterable[str]) -> list[str]:
+    """Known memory metrics in the order of their labels, then the others by name."""
+    known = list(MEMORY)
+    return sorted(names, key=lambda name: (known.index(name) if name in known else len(known), name))
+
+
+def _add_spread(table: Table, label: str, values: Spread | None) -> None:
+    if values is None:
+        table.add_row(label, NOT_MEASURED)
+    else:
+        digits = _decimals(values.maximum)
+        numbers = [f"{number:,.{digits}f}" for number in (values.mean, values.minimum, values.maximum)]
+        table.add_row(label, *numbers, str(values.count))
+
+
+def _text(value: float) -> str:
+    return f"{value:,.{_decimals(value)}f}"
+
+
+def _decimals(value: float) -> int:
+    """Decimals that leave about four digits. NaN and infinities have none.
+
+    >>> [_decimals(value) for value in (0.0421, 7.5, 261.25, 10400.0)]
+    [4, 2, 1, 0]
+    """
+    if not math.isfinite(value) or value >= 1000:
+        return 0
+    return 1 if value >= 100 else 2 if value >= 1 else 4
+
+
+def _plain(text: str) -> str:
+    """Keep matplotlib from reading dollar signs as formulas, and a leading underscore as "no legend"."""
+    return text.replace("$", r"\$").lstrip("_")
