@@ -55,7 +55,10 @@ OFFLOAD_ARGUMENT_PATHS: Mapping[str, tuple[Path, ...]] = {
     "nvme_path": ((_ZERO, "offload_optimizer", "nvme_path"), (_ZERO, "offload_param", "nvme_path")),
     "pin_memory": ((_ZERO, "offload_optimizer", "pin_memory"), (_ZERO, "offload_param", "pin_memory")),
 }
-_OFFLOAD_SECTIONS = {"offload_optimizer": (_ZERO, "offload_optimizer"), "offload_parameters": (_ZERO, "offload_param")}
+_OFFLOAD_SECTIONS: Mapping[str, Path] = {
+    "offload_optimizer": (_ZERO, "offload_optimizer"),
+    "offload_parameters": (_ZERO, "offload_param"),
+}
 
 
 def complete(base: Mapping[str, Any], arguments: Mapping[str, Any], options: Zero3Options) -> Config:

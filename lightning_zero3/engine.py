@@ -27,6 +27,7 @@ def build_training_engine(
     local_rank: int,
     switches: Switches,
     target: ExpertParallelTarget | None,
+    print_timers: bool = True,
 ) -> tuple[DeepSpeedEngine, Any]:
     """Run ``deepspeed.initialize`` so that it builds our optimizer and, if asked, AutoEP's layers.
 
@@ -42,6 +43,7 @@ def build_training_engine(
         local_rank: This process's device index (any index does for a CPU).
         switches: The optimizer's switches.
         target: The model for AutoEP, or None.
+        print_timers: Whether DeepSpeed prints its step timers, where the config has them on.
 
     Returns:
         The engine and the optimizer that it built.
@@ -59,6 +61,8 @@ def build_training_engine(
         scope.enter_context(substituted(stage3, "DeepSpeedZeroOptimizer_Stage3", ours))
         if target is not None:
             scope.enter_context(auto_ep_on(target))
+        if not print_timers:
+            scope.enter_context(substituted(deepspeed.utils.timer, "print_dist", lambda *_, **__: None))
         engine, built, _, _ = deepspeed.initialize(
             args=argparse.Namespace(device_rank=local_rank),
             config=dict(config),
@@ -77,6 +81,8 @@ def build_training_engine(
         )
     if target is not None and not already_replaced(module):
         raise NoMoELayerError(f"AutoEP replaced no layer of {target.path or type(module).__name__}.")
+    if not print_timers:
+        _silence_timer_lines(engine)
     return engine, built
 
 
@@ -102,7 +108,7 @@ def build_inference_engine(module: nn.Module, *, config: Mapping[str, Any], loca
     return engine
 
 
-def silence_timer_lines(engine: Any) -> None:
+def _silence_timer_lines(engine: Any) -> None:
     """Keep DeepSpeed's step timers, drop the lines that they print.
 
     Upstream symbol: ``SynchronizedWallClockTimer.log`` (0.19.7, 0.19.8), which prints past any logging level and resets

@@ -132,7 +132,7 @@ class Zero3FastStrategy(DeepSpeedStrategy):
     def _setup_model_and_optimizer(
         self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> tuple[Any, Any]:
-        from lightning_zero3 import engine as engines
+        from lightning_zero3.engine import build_training_engine
 
         assert isinstance(self.config, dict)
         target, config = None, self.config
@@ -141,7 +141,7 @@ class Zero3FastStrategy(DeepSpeedStrategy):
             target = expert_parallel.find_target(model, section.get("preset_model"))
             expert_parallel.check_layers(target, section, self._topology(section))
             config = {**config, "expert_parallel": {**section, "preset_model": target.preset}}
-        engine, built = engines.build_training_engine(
+        return build_training_engine(
             model,
             config=config,
             optimizer=optimizer,
@@ -149,10 +149,8 @@ class Zero3FastStrategy(DeepSpeedStrategy):
             local_rank=self.local_rank,
             switches=Switches.from_options(self.options),
             target=target,
+            print_timers=not self._quiet_timers,
         )
-        if self._quiet_timers:
-            engines.silence_timer_lines(engine)
-        return engine, built
 
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
         from lightning.pytorch.strategies.deepspeed import remove_module_hooks

@@ -14,9 +14,9 @@ from lightning_zero3.metrics.over_ranks import PackedOverRanks
 from lightning_zero3.metrics.step_time import StepClock, discard_forward_times, read_engine_timers
 from lightning_zero3.metrics.throughput import tokens_in
 
-# What the progress bar shows, by short names: it has little room.
+# What the progress bar shows, by short names: it has little room. Milliseconds and GiB.
 _PROGRESS_BAR = {
-    names.STEP_MICROSTEP: "step_microstep_ms",
+    names.STEP_MICROSTEP: "step_microstep",
     names.PEAK_ALLOCATED: "gpu_peak_gib",
     names.HOST_RSS_PEAK: "host_peak_gib",
 }
@@ -35,9 +35,7 @@ class Zero3Monitor(Callback):
         progress_bar: Also show step_microstep and peak memory in the progress bar.
     """
 
-    def __init__(
-        self, *, tokens_per_batch: Callable[[Any], int | None] = tokens_in, progress_bar: bool = True
-    ) -> None:
+    def __init__(self, *, tokens_per_batch: Callable[[Any], int | None] = tokens_in, progress_bar: bool = True) -> None:
         self._tokens_per_batch = tokens_per_batch
         self._progress_bar = progress_bar
         self._clock = StepClock()

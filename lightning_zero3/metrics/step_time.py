@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning_zero3.metrics import names
@@ -29,7 +29,7 @@ def read_engine_timers(engine: Any) -> dict[str, float]:
     Returns:
         Metric name → milliseconds; empty where nothing is timed.
     """
-    snapshot = getattr(engine, "get_wall_clock_timers", dict)()
+    snapshot: Mapping[str, float] = getattr(engine, "get_wall_clock_timers", dict)()
     return {metric: float(snapshot[timer]) for timer, metric in _TIMERS.items() if timer in snapshot}
 
 
@@ -41,7 +41,7 @@ def discard_forward_times(engine: Any) -> None:
     Args:
         engine: A DeepSpeed engine, or any other module.
     """
-    timers = getattr(engine, "timers", None)
+    timers: Any = getattr(engine, "timers", None)
     known = timers.get_timers() if hasattr(timers, "get_timers") else {}
     for name in _FORWARD_TIMERS:
         if name in known:

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-STEP_MICROSTEP = "step/step_microstep_ms"
-FWD_MICROSTEP = "step/fwd_microstep_ms"
-BWD_MICROSTEP = "step/bwd_microstep_ms"
-STEP_TOTAL = "step/total_ms"
-TOKENS_PER_SECOND = "step/tokens_per_second"
-MEMORY_PREFIX = "memory/"
-LOSS = "train/loss"
+from lightning_zero3.metrics.names import (
+    LOSS,
+    MEMORY_PREFIX,
+    STEP_MICROSTEP,
+    STEP_TOTAL,
+    TOKENS_PER_SECOND,
+)
 
 STEP_PREFIX = "step/"
 GIB_SUFFIX = "_gib"

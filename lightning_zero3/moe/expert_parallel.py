@@ -63,9 +63,11 @@ def find_target(root: nn.Module, requested_preset: str | None = None) -> ExpertP
     reasons: list[str] = []
     for path, module in candidates:
         try:
-            found.append(ExpertParallelTarget(path, module, resolve_preset(model_type(module), requested_preset)))
-        except UnsupportedModelError as reason:
+            preset = resolve_preset(model_type(module), requested_preset)
+        except UnsupportedModelError as reason:  # noqa: PERF203: a handful of models
             reasons.append(f"{path or 'the module itself'}: {reason}")
+        else:
+            found.append(ExpertParallelTarget(path, module, preset))
     if not found:
         raise UnsupportedModelError("\n".join(reasons))
     if len(found) > 1:
@@ -111,8 +113,9 @@ def check_layers(target: ExpertParallelTarget, section: Mapping[str, Any], topol
             f"dense, or does another expert_parallel_preset fit it?"
         ) from error
     for layer in layers:
-        topology.require_experts_divide(layer.num_experts, f"{target.path + '.' if target.path else ''}"
-                                        f"{layer.moe_module_name}")
+        topology.require_experts_divide(
+            layer.num_experts, f"{target.path + '.' if target.path else ''}{layer.moe_module_name}"
+        )
     return len(layers)
 
 
@@ -179,7 +182,8 @@ def auto_ep_on(target: ExpertParallelTarget) -> Iterator[None]:
 
 def model_type(module: nn.Module) -> str:
     """``config.model_type`` of a Hugging Face model."""
-    return str(module.config.model_type)
+    config: Any = module.config
+    return str(config.model_type)
 
 
 def _outermost_configured(root: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -12,7 +12,7 @@ from lightning_zero3.optimizer.master_alias import MasterAlias
 from lightning_zero3.optimizer.switches import Switches
 
 
-class FastStage3Optimizer(ScopedGradClear, MasterAlias, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
+class FastStage3Optimizer(ScopedGradClear, MasterAlias, DeepSpeedZeroOptimizer_Stage3):
     """A ``DeepSpeedZeroOptimizer_Stage3`` with the scoped gradient clear and safe master-weight aliasing.
 
     DeepSpeed's engine builds it, with upstream's arguments. Its switches are bound to a subclass beforehand

@@ -14,14 +14,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lightning_zero3.metrics.names import BWD_MICROSTEP, FWD_MICROSTEP, LOSS, MEMORY_PREFIX, STEP_MICROSTEP
 from lightning_zero3.metrics.summary import (
-    BWD_MICROSTEP,
-    FWD_MICROSTEP,
     GIB_SUFFIX,
     LAST_LOSSES,
-    LOSS,
-    MEMORY_PREFIX,
-    STEP_MICROSTEP,
     Metrics,
     RunSummary,
     Spread,

@@ -2,6 +2,7 @@
 
 import doctest
 import json
+import logging
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -172,6 +173,7 @@ class TestErrors:
     def test_nothing_there(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         monkeypatch.chdir(tmp_path)
         (tmp_path / "empty").mkdir()
+        (tmp_path / "a.md").write_text("for an empty name, which must not mean the working directory")
         (tmp_path / "empty" / "image.png").write_text("x")
         with pytest.raises(FileNotFoundError) as caught:
             load_tokens(name, tokenizer=None)
@@ -288,13 +290,15 @@ class TestTokenizer:
     @pytest.fixture(scope="class")
     def save(self, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
         """Save a tokenizer of five words (ids 0 to 4), special tokens as given; returns its directory."""
-        from tokenizers import Tokenizer, models, pre_tokenizers
+        from tokenizers import Tokenizer, models, pre_tokenizers, processors
         from transformers import PreTrainedTokenizerFast
 
         def save(**special: str) -> str:
             words = {"<unk>": 0, "<eos>": 1, "red": 2, "green": 3, "blue": 4}
             tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
             tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+            # Many tokenizers put a special token before each text; here only documents are to be divided.
+            tokenizer.post_processor = processors.TemplateProcessing(single="<unk> $A", special_tokens=[("<unk>", 0)])
             path = tmp_path_factory.mktemp("tokenizer")
             PreTrainedTokenizerFast(
                 tokenizer_object=tokenizer, unk_token="<unk>", model_max_length=4, **special
@@ -323,6 +327,19 @@ class TestTokenizer:
         assert load_tokens(str(tmp_path), tokenizer=directory).tokens.tolist() == expected
         assert load_tokens(str(tmp_path), tokenizer=directory, max_tokens=50).tokens.tolist() == expected[:50]
 
+    def test_long_documents_cause_no_warning_about_the_context(
+        self,
+        save: Callable[..., str],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        (tmp_path / "a.txt").write_text("red " * 100)
+        # The library's logger keeps its messages to itself unless told otherwise.
+        monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+        load_tokens(str(tmp_path / "a.txt"), tokenizer=save(eos_token="<eos>"))
+        assert "longer than" not in caplog.text
+
     def test_no_end_token(self, save: Callable[..., str], tmp_path: Path) -> None:
         (tmp_path / "a.txt").write_text("red")
         with pytest.raises(ValueError, match="has no eos_token to separate documents"):
@@ -343,8 +360,8 @@ class TestPackedTokens:
     def test_windows_follow_each_other_and_the_rest_is_dropped(self, dtype: type) -> None:
         windows = PackedTokens(TokenStream(np.arange(11, dtype=dtype), 256, "numbers"), 4)
         assert len(windows) == 2
-        assert [window["input_ids"].tolist() for window in windows] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-        for window in windows:
+        assert [windows[index]["input_ids"].tolist() for index in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        for window in (windows[0], windows[1]):
             assert window.keys() == {"input_ids", "labels"}
             assert window["input_ids"].dtype == window["labels"].dtype == torch.int64
             assert torch.equal(window["input_ids"], window["labels"])

@@ -1,0 +1,93 @@
+"""A Hugging Face model from its config, partitioned while it is built and with the values that it would have had whole.
+
+The plain constructor under ``deepspeed.zero.Init`` (which Lightning opens around ``configure_model``) gives garbage:
+Transformers initialises partitions of size 0, and tensors made in the constructor are rounded to the training dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+def build_from_config(model_class: type[ModelT], config: Any) -> ModelT:
+    """Build a model, partition by partition where ``deepspeed.zero.Init`` is active, plainly where it isn't.
+
+    Under ``zero.Init`` no rank ever holds more than its partitions and one module's whole weights. Weights are drawn
+    on rank 0 in the order in which the whole model draws them, so a seed gives the same values with and without
+    ``zero.Init``; buffers keep their own dtype and are the same on every rank.
+
+    Upstream symbols: ``transformers.initialization.no_init_weights`` and
+    ``transformers.integrations.deepspeed.initialize_weights_zero3`` (seen in 5.24), which Transformers itself uses in
+    ``from_config`` when a global ``HfDeepSpeedConfig`` is alive; ``deepspeed.zero.Init``'s ``shutdown_init_context`` and
+    ``restore_init_context``. Expires when the plain constructor works under ``zero.Init``.
+
+    Args:
+        model_class: A ``PreTrainedModel`` class, e.g. ``Glm4MoeForCausalLM``.
+        config: Its config.
+
+    Returns:
+        The model, in training mode.
+
+    Raises:
+        ImportError: ``zero.Init`` is active, and this Transformers can't initialise partitioned weights.
+    """
+    from deepspeed.runtime.zero import partition_parameters as zero
+
+    if zero.top_level_context is None:
+        return _build_whole(model_class, config)
+    try:
+        from transformers.initialization import no_init_weights
+        from transformers.integrations.deepspeed import initialize_weights_zero3
+    except ImportError as error:
+        raise ImportError(
+            f"{model_class.__name__} can't be built in configure_model with this Transformers release, which lacks "
+            "initialize_weights_zero3: upgrade Transformers, or build the model in the LightningModule's __init__."
+        ) from error
+    with no_init_weights():
+        model = model_class(config)
+    # The constructors of torch are patched inside zero.Init; the rest must not go through the patches.
+    zero.shutdown_init_context()
+    try:
+        _give_buffers_their_dtype(model, model_class, config)
+        initialize_weights_zero3(model)
+        model.tie_weights()  # type: ignore[operator]
+        _share_buffers(model)
+    finally:
+        zero.restore_init_context()
+    return model
+
+
+def _build_whole(model_class: type[ModelT], config: Any) -> ModelT:
+    """The unsharded model: constructed without values, then given them, as the sharded one is.
+
+    The plain constructor draws each layer's values twice, first torch's and then Transformers', so a seed would give
+    other values than in a sharded build.
+    """
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():
+        model = model_class(config)
+    model.init_weights()  # type: ignore[operator]
+    return model
+
+
+def _give_buffers_their_dtype(model: nn.Module, model_class: type[nn.Module], config: Any) -> None:
+    """Replace buffers that ``zero.Init`` has cast by empty ones of the dtype that the constructor gives them."""
+    with torch.device("meta"):
+        intended = dict(model_class(config).named_buffers())
+    for name, buffer in list(model.named_buffers()):
+        if buffer.dtype != intended[name].dtype:
+            owner, _, leaf = name.rpartition(".")
+            model.get_submodule(owner)._buffers[leaf] = torch.empty_like(buffer, dtype=intended[name].dtype)
+
+
+def _share_buffers(model: nn.Module) -> None:
+    """Copy rank 0's buffers to all: a module that has weights is initialised on rank 0 alone."""
+    if torch.distributed.get_world_size() > 1:
+        for buffer in model.buffers():
+            torch.distributed.broadcast(buffer, src=0)

@@ -1,0 +1,71 @@
+"""The LightningModule that all recipes train: a causal language model of a Hugging Face class, built from its config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_zero3.metrics import names
+from lightning_zero3.moe.build import build_from_config
+
+
+class CausalLanguageModel(pl.LightningModule):
+    """Next-token prediction with AdamW.
+
+    Args:
+        model_class: A Hugging Face class whose forward takes ``input_ids`` and ``labels`` and returns a ``loss``.
+        config: Its config. The model is built in ``configure_model``, partitioned from the start.
+        learning_rate: AdamW's, after warm-up.
+        weight_decay: AdamW's.
+        warmup_steps: Optimizer steps over which the learning rate rises linearly.
+        recompute_activations: Keep only each layer's input in forward and compute the rest again in backward.
+        seed: For the initial weights; the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        model_class: type[Any],
+        config: Any,
+        *,
+        learning_rate: float,
+        weight_decay: float = 0.1,
+        warmup_steps: int = 0,
+        recompute_activations: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.model_class = model_class
+        self.config = config
+        self.learning_rate = learning_rate
+        self.weight_decay = weight_decay
+        self.warmup_steps = warmup_steps
+        self.recompute_activations = recompute_activations
+        self.seed = seed
+        self.model: Any = None
+
+    def configure_model(self) -> None:
+        """Build the model inside ``deepspeed.zero.Init``, which Lightning has opened around this hook."""
+        if self.model is not None:
+            return
+        torch.manual_seed(self.seed)
+        self.model = build_from_config(self.model_class, self.config)
+        if self.recompute_activations:
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:  # noqa: ARG002
+        """One micro-step's loss, in nats per token."""
+        loss: torch.Tensor = self.model(**batch, use_cache=False).loss
+        self.log(names.LOSS, loss.detach(), prog_bar=True, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        """AdamW, with a linear warm-up if one is asked for."""
+        optimizer = torch.optim.AdamW(
+            self.parameters(), lr=self.learning_rate, betas=(0.9, 0.95), weight_decay=self.weight_decay
+        )
+        if not self.warmup_steps:
+            return optimizer
+        warmup = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=self.warmup_steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warmup, "interval": "step"}}
