@@ -120,7 +120,7 @@ def _silence_timer_lines(engine: Any) -> None:
     """
     timers = engine.timers
 
-    def reset_only(names: Any, normalizer: float = 1.0, reset: bool = True, **_: Any) -> None:
+    def reset_only(names: Any, *_: Any, reset: bool = True, **__: Any) -> None:
         for name in names:
             if reset and name in timers.get_timers():
                 timers(name).reset()

@@ -23,8 +23,8 @@ def build_from_config(model_class: type[ModelT], config: Any) -> ModelT:
 
     Upstream symbols: ``transformers.initialization.no_init_weights`` and
     ``transformers.integrations.deepspeed.initialize_weights_zero3`` (seen in 5.24), which Transformers itself uses in
-    ``from_config`` when a global ``HfDeepSpeedConfig`` is alive; ``deepspeed.zero.Init``'s ``shutdown_init_context`` and
-    ``restore_init_context``. Expires when the plain constructor works under ``zero.Init``.
+    ``from_config`` when a global ``HfDeepSpeedConfig`` is alive; ``deepspeed.zero.Init``'s ``shutdown_init_context``
+    and ``restore_init_context``. Expires when the plain constructor works under ``zero.Init``.
 
     Args:
         model_class: A ``PreTrainedModel`` class, e.g. ``Glm4MoeForCausalLM``.

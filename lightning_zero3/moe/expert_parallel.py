@@ -64,7 +64,7 @@ def find_target(root: nn.Module, requested_preset: str | None = None) -> ExpertP
     for path, module in candidates:
         try:
             preset = resolve_preset(model_type(module), requested_preset)
-        except UnsupportedModelError as reason:  # noqa: PERF203: a handful of models
+        except UnsupportedModelError as reason:  # noqa: PERF203
             reasons.append(f"{path or 'the module itself'}: {reason}")
         else:
             found.append(ExpertParallelTarget(path, module, preset))
@@ -173,7 +173,7 @@ def auto_ep_on(target: ExpertParallelTarget) -> Iterator[None]:
     class NestedAutoEP(upstream):  # type: ignore[misc, valid-type]
         """AutoEP that is given the nested model and its config."""
 
-        def __init__(self, model: nn.Module, config: Any) -> None:
+        def __init__(self, _root: nn.Module, config: Any) -> None:
             super().__init__(target.module, config)
 
     with substituted(auto_ep, "AutoEP", NestedAutoEP):

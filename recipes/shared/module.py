@@ -1,4 +1,4 @@
-"""The LightningModule that all recipes train: a causal language model of a Hugging Face class, built from its config."""
+"""The LightningModule that all recipes train: a Hugging Face causal language model, built from its config."""
 
 from __future__ import annotations
 

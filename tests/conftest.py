@@ -1,0 +1,58 @@
+"""What all tests share: rank pools, a private folder for compiled ops, and a watch on the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.ranks import RankPool
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# Set by libraries on import, or by Lightning for its children; they aren't a test's doing.
+_SET_BY_LIBRARIES = {
+    "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
+    "PYTEST_CURRENT_TEST",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TF2_BEHAVIOR",
+    "TRITON_CACHE_DIR",
+    "OMP_NUM_THREADS",
+    "PATH",
+    "LC_CTYPE",
+    "NCCL_CUMEM_ENABLE",
+}
+
+
+@pytest.fixture(autouse=True)
+def _environment_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fail a test that leaves environment variables behind."""
+    before = dict(os.environ)
+    yield
+    monkeypatch.undo()
+    after = dict(os.environ)
+    changed = {name for name in before | after if before.get(name) != after.get(name)} - _SET_BY_LIBRARIES
+    os.environ.clear()
+    os.environ.update(before)
+    assert not changed, f"left behind in the environment: {sorted(changed)}"
+
+
+@pytest.fixture(scope="session")
+def _pools() -> Iterator[dict[int, RankPool]]:
+    pools: dict[int, RankPool] = {}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture(scope="session")
+def ranks(_pools: dict[int, RankPool]) -> Iterator:
+    """``ranks(2)`` is a pool of two real gloo ranks, started when first asked for."""
+
+    def get(world_size: int) -> RankPool:
+        return _pools.setdefault(world_size, RankPool(world_size))
+
+    yield get

@@ -1,0 +1,178 @@
+"""Aliasing: identity, bits, and that it happens exactly where weights and masters would be the same."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_zero3 import Zero3FastStrategy
+from tests.fits import Pairs, Regression, assert_equal_bits, fit, optimizer_of, tensors_of
+
+BF16_MASTERS = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+
+# Name → (Trainer's precision, config, whether weights and masters are the same thing).
+PRECISIONS: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "fp32": ("32-true", {}, True),
+    "bf16 masters": ("bf16-mixed", BF16_MASTERS, True),
+    "autocast": ("32-true", AUTOCAST, True),
+    "bf16 with fp32 masters": ("bf16-mixed", {}, False),
+}
+ZERO = {"zero_optimization": {"stage": 3, "sub_group_size": 100, "stage3_param_persistence_threshold": 20}}
+
+
+def train(name: str, alias: bool, stock: bool = False) -> Any:
+    from lightning.pytorch.strategies import DeepSpeedStrategy
+
+    precision, extra, _ = PRECISIONS[name]
+    config = copy.deepcopy({**ZERO, **extra, "zero_allow_untested_optimizer": True})
+    strategy = stock_strategy()(config=config) if stock else Zero3FastStrategy(config, alias_master_weights=alias)
+    assert isinstance(strategy, DeepSpeedStrategy)
+    return fit(Regression(), Pairs(), strategy, precision=precision)
+
+
+def stock_strategy() -> type:
+    """Lightning's own class, able to run on a CPU and with nothing else changed."""
+    from lightning.pytorch.strategies import DeepSpeedStrategy
+
+    class OnCPU(DeepSpeedStrategy):
+        setup_environment = Zero3FastStrategy.__mro__[2].setup_environment
+
+        def setup_distributed(self) -> None:
+            self.set_world_ranks()
+            self._init_deepspeed_distributed()
+
+        @property
+        def root_device(self) -> torch.device:
+            return torch.device("cpu", self.local_rank)
+
+    return OnCPU
+
+
+def identities(name: str) -> dict[str, Any]:
+    optimizer = optimizer_of(train(name, alias=True))
+    flats, masters = optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat
+    first = optimizer.lp_param_buffer.untyped_storage().data_ptr()
+    return {
+        "sub_groups": len(masters),
+        "same": [flat is master for flat, master in zip(flats, masters, strict=True)],
+        "in_buffer": [master.untyped_storage().data_ptr() == first for master in masters],
+        "reported": optimizer.aliased_sub_groups(),
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_a_master_is_its_weight_partition_exactly_where_they_are_equal(ranks, world_size, name):
+    expected = PRECISIONS[name][2]
+    for seen in ranks(world_size).run(identities, name):
+        assert seen["sub_groups"] > 2
+        assert seen["same"] == [expected] * seen["sub_groups"]
+        assert seen["in_buffer"] == [expected] * seen["sub_groups"]
+        assert seen["reported"] == (list(range(seen["sub_groups"])) if expected else [])
+
+
+def parity(name: str) -> None:
+    aliased, copied = train(name, alias=True), train(name, alias=False)
+    assert not optimizer_of(copied).aliased_sub_groups()
+    assert aliased.lightning_module.losses == copied.lightning_module.losses
+    assert len(set(aliased.lightning_module.losses)) == len(aliased.lightning_module.losses)
+    assert_equal_bits(tensors_of(optimizer_of(aliased)), tensors_of(optimizer_of(copied)))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_five_steps_are_bit_identical_to_a_forced_copy(ranks, world_size, name):
+    ranks(world_size).run(parity, name)
+
+
+def stock_copies(name: str) -> tuple[bool, list[bool], str]:
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    from lightning_zero3.capabilities import MASTER_ALIAS
+
+    optimizer = optimizer_of(train(name, alias=False, stock=True))
+    pairs = zip(optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True)
+    storages = [a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() for a, b in pairs]
+    return MASTER_ALIAS.mended(DeepSpeedZeroOptimizer_Stage3), storages, type(optimizer).__name__
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16 masters", "autocast"])
+def test_stock_keeps_two_copies(ranks, name):
+    mended, shared, optimizer = ranks(1).run(stock_copies, name)[0]
+    if mended:
+        pytest.skip("the installed DeepSpeed shares weights and masters by itself")
+    assert optimizer == "DeepSpeedZeroOptimizer_Stage3"
+    assert shared
+    assert not any(shared)
+
+
+def stock_parity(name: str) -> None:
+    ours, stock = train(name, alias=True), train(name, alias=False, stock=True)
+    assert ours.lightning_module.losses == stock.lightning_module.losses
+    assert_equal_bits(tensors_of(optimizer_of(ours)), tensors_of(optimizer_of(stock)))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_five_steps_are_bit_identical_to_stock(ranks, world_size, name):
+    ranks(world_size).run(stock_parity, name)
+
+
+def offloaded(section: dict[str, Any]) -> tuple[int, list[float]]:
+    zero = {**ZERO["zero_optimization"], **section}
+    config = {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
+    trainer = fit(Regression(), Pairs(), Zero3FastStrategy(config), steps=2)
+    optimizer = optimizer_of(trainer)
+    pairs = zip(optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True)
+    shared = sum(a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() for a, b in pairs)
+    return shared, trainer.lightning_module.losses
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"offload_optimizer": {"device": "cpu"}},
+        {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+    ],
+    ids=["optimizer", "optimizer and parameters"],
+)
+def test_nothing_is_shared_when_something_is_offloaded(ranks, section):
+    shared, losses = ranks(1).run(offloaded, section)[0]
+    assert shared == 0
+    assert len(losses) == 2
+
+
+def offload_aliased(alias: bool) -> list[str]:
+    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as States
+
+    from lightning_zero3.optimizer.master_alias import AliasedOffloadError
+
+    strategy = Zero3FastStrategy(copy.deepcopy(ZERO), alias_master_weights=alias)
+    engine = fit(Regression(), Pairs(), strategy, steps=2).strategy.model
+    before = tensors_of(engine.optimizer)
+    refused = []
+    for include in (None, [States.hp_params], [States.lp_params], [States.lp_params, States.optim_states]):
+        try:
+            engine.optimizer.offload_states(include=include)
+        except AliasedOffloadError as error:
+            refused.append(str(error))
+        except AssertionError as error:  # stock's own: only FusedAdam's masters and moments can be offloaded
+            refused.append(f"stock: {error}")
+            break
+    if alias:
+        # What isn't shared goes through, and nothing has moved.
+        engine.optimizer.offload_states(include=[States.contiguous_grad_buffer])
+        engine.optimizer.reload_states()
+        assert_equal_bits(before, tensors_of(engine.optimizer))
+    return refused
+
+
+def test_offload_of_shared_states_is_refused_in_words(ranks):
+    refused = ranks(1).run(offload_aliased, True)[0]
+    assert len(refused) == 4
+    for message in refused:
+        assert "alias_master_weights=False" in message
+    assert "hp_params and lp_params" in refused[0]
+    assert ranks(1).run(offload_aliased, False)[0][0].startswith("stock:")

@@ -1,0 +1,186 @@
+"""What the installed DeepSpeed already does: read from its code, checked here against its parsed source."""
+
+import ast
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.zero import stage3
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.utils import instrument_w_nvtx
+
+from lightning_zero3.capabilities import (
+    GRAD_CLEAR,
+    MASTER_ALIAS,
+    UPSTREAM_FIXES,
+    UpstreamFix,
+    aliases_master_weights,
+    clears_once_per_step,
+    referenced_names,
+)
+
+
+def upstream_method(name: str) -> ast.FunctionDef:
+    """The definition in DeepSpeed's file, found without going through the function object and its wrappers."""
+    tree = ast.parse(inspect.getsource(stage3))
+    return next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name)
+
+
+class ClearsPerSubGroup(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
+    @instrument_w_nvtx
+    def _prepare_fp32_grad_for_sub_group(self, sub_group_id: int) -> None:
+        self.zero_grad(set_to_none=True)
+        self.averaged_gradients[sub_group_id] = None
+
+
+class ClearsPerSubGroupInAHelper(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
+    def _prepare_fp32_grad_for_sub_group(self, sub_group_id: int) -> None:
+        def clear() -> None:
+            self.zero_grad(set_to_none=True)
+
+        clear()
+
+
+class ClearsElsewhere(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
+    @instrument_w_nvtx
+    def _prepare_fp32_grad_for_sub_group(self, sub_group_id: int) -> None:
+        """A text about zero_grad is no call of it."""
+        self.averaged_gradients[sub_group_id] = "zero_grad"
+
+
+class ComparesWithAString(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
+    def _create_fp32_partitions(self) -> None:
+        for tensor in self.fp16_partitioned_groups_flat:
+            if tensor.device == self.device:
+                self.fp32_partitioned_groups_flat.append(tensor)
+
+
+class ComparesDevices(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
+    @instrument_w_nvtx
+    def _create_fp32_partitions(self) -> None:
+        for tensor in self.fp16_partitioned_groups_flat:
+            if tensor.device == torch.device(self.device):
+                self.fp32_partitioned_groups_flat.append(tensor)
+
+
+def uses_len_and_abs(numbers: list[int]) -> int:
+    return len([abs(number) for number in numbers])
+
+
+def passed_through(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def around(*args: Any, **kwargs: Any) -> Any:
+        return sum((function(*args, **kwargs), 0))
+
+    return around
+
+
+WRAPPINGS = {
+    "plain": lambda function: function,
+    "deepspeed's": instrument_w_nvtx,
+    "deepspeed's twice": lambda function: instrument_w_nvtx(instrument_w_nvtx(function)),
+    "functools": passed_through,
+    "functools in deepspeed's": lambda function: instrument_w_nvtx(passed_through(function)),
+    "deepspeed's in functools": lambda function: passed_through(instrument_w_nvtx(function)),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPINGS.values(), ids=WRAPPINGS)
+def test_names_are_those_of_the_wrapped_function_and_not_the_wrappers(wrap: Callable[..., Any]) -> None:
+    names = referenced_names(wrap(uses_len_and_abs))
+    assert {"len", "abs"} <= names
+    assert "sum" not in names
+    assert "__qualname__" not in names  # instrument_w_nvtx's own
+
+
+def test_names_in_nested_functions_count() -> None:
+    def outer() -> Callable[[], Any]:
+        def middle() -> Callable[[], Any]:
+            return lambda: sorted(())
+
+        return middle
+
+    assert "sorted" in referenced_names(outer)
+
+
+def test_text_and_local_variables_are_no_references() -> None:
+    def function() -> str:
+        """Speaks of sorted."""
+        reversed = "sorted"
+        return reversed
+
+    assert not {"sorted", "reversed"} & referenced_names(function)
+
+
+def test_a_function_without_python_code_is_refused() -> None:
+    with pytest.raises(TypeError, match="built-in function len"):
+        referenced_names(len)
+
+
+def test_the_names_of_deepspeeds_own_wrapped_methods_are_read() -> None:
+    # Every attribute that the parsed source mentions, whatever the release.
+    method = upstream_method("_prepare_fp32_grad_for_sub_group")
+    mentioned = {node.attr for node in ast.walk(method) if isinstance(node, ast.Attribute)}
+    assert mentioned
+    assert mentioned - {"instrument_w_nvtx"} <= referenced_names(
+        DeepSpeedZeroOptimizer_Stage3._prepare_fp32_grad_for_sub_group
+    )
+
+
+def test_the_installed_deepspeed_clears_where_its_source_says() -> None:
+    method = upstream_method("_prepare_fp32_grad_for_sub_group")
+    clears_there = any(isinstance(node, ast.Attribute) and node.attr == "zero_grad" for node in ast.walk(method))
+    assert clears_once_per_step(DeepSpeedZeroOptimizer_Stage3) is not clears_there
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "once"),
+    [(ClearsPerSubGroup, False), (ClearsPerSubGroupInAHelper, False), (ClearsElsewhere, True)],
+)
+def test_clearing_is_told_by_the_call_in_the_sub_groups_method(optimizer: type[Any], once: bool) -> None:
+    assert clears_once_per_step(optimizer) is once
+
+
+def test_the_installed_deepspeed_aliases_where_its_source_says() -> None:
+    method = upstream_method("_create_fp32_partitions")
+    compares_devices = any(
+        isinstance(node, ast.Compare) and "torch.device(self.device)" in ast.unparse(node) for node in ast.walk(method)
+    )
+    assert aliases_master_weights(DeepSpeedZeroOptimizer_Stage3) is compares_devices
+
+
+@pytest.mark.parametrize(("optimizer", "aliases"), [(ComparesWithAString, False), (ComparesDevices, True)])
+def test_aliasing_is_told_by_the_comparison_of_devices(optimizer: type[Any], aliases: bool) -> None:
+    assert aliases_master_weights(optimizer) is aliases
+
+
+def test_a_device_is_never_equal_to_its_name() -> None:
+    # The fault that MASTER_ALIAS works around: if torch changes this, upstream's branch comes alive by itself.
+    assert torch.zeros(1).device != "cpu"
+
+
+@pytest.mark.parametrize("fix", UPSTREAM_FIXES, ids=lambda fix: fix.name)
+def test_the_symbol_of_every_fix_exists_upstream(fix: UpstreamFix) -> None:
+    found: Any = stage3
+    for name in fix.symbol.split("."):
+        found = getattr(found, name)
+    assert callable(found)
+
+
+@pytest.mark.parametrize("fix", UPSTREAM_FIXES, ids=lambda fix: fix.name)
+def test_every_fix_says_what_why_where_and_until_when(fix: UpstreamFix) -> None:
+    assert fix.reason
+    assert fix.affected
+    assert fix.expires
+    assert isinstance(fix.mended(DeepSpeedZeroOptimizer_Stage3), bool)
+
+
+def test_every_fix_reads_the_method_that_it_names() -> None:
+    assert {fix.name for fix in UPSTREAM_FIXES} == {"scoped_grad_clear", "alias_master_weights"}
+    assert GRAD_CLEAR.mended(ClearsElsewhere)
+    assert not GRAD_CLEAR.mended(ClearsPerSubGroup)
+    assert MASTER_ALIAS.mended(ComparesDevices)
+    assert not MASTER_ALIAS.mended(ComparesWithAString)

@@ -1,0 +1,73 @@
+"""The options of the strategy: every type and range that is refused, and what the refusal says."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_zero3.config import ConfigConflictError, Zero3Options
+
+
+def test_the_defaults_are_both_switches_on_and_no_expert_parallelism() -> None:
+    assert dataclasses.asdict(Zero3Options()) == {
+        "scoped_grad_clear": True,
+        "alias_master_weights": True,
+        "expert_parallel_size": None,
+        "expert_parallel_preset": None,
+    }
+
+
+@pytest.mark.parametrize("name", ["scoped_grad_clear", "alias_master_weights"])
+@pytest.mark.parametrize("value", [0, 1, None, "false", 1.0])
+def test_a_switch_is_a_bool(name: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=f"{name}={value!r}"):
+        Zero3Options(**{name: value})
+
+
+# A bool is an int in Python; True would otherwise pass for one rank.
+@pytest.mark.parametrize("size", [True, False, "8", 8.0, [8]])
+def test_a_size_is_an_int(size: Any) -> None:
+    with pytest.raises(TypeError, match="expert_parallel_size="):
+        Zero3Options(expert_parallel_size=size)
+
+
+@settings(deadline=None)
+@given(st.integers())
+def test_a_size_is_1_or_more(size: int) -> None:
+    if size >= 1:
+        assert Zero3Options(expert_parallel_size=size).expert_parallel_size == size
+    else:
+        with pytest.raises(ValueError, match=f"expert_parallel_size={size}: .*1 or more"):
+            Zero3Options(expert_parallel_size=size)
+
+
+@pytest.mark.parametrize("preset", [1, True, ["deepseek_v3"]])
+def test_a_preset_is_a_string(preset: Any) -> None:
+    with pytest.raises(TypeError, match="expert_parallel_preset="):
+        Zero3Options(expert_parallel_size=2, expert_parallel_preset=preset)
+
+
+def test_a_preset_without_a_size_names_both() -> None:
+    with pytest.raises(ValueError, match="expert_parallel_preset='mixtral' without expert_parallel_size"):
+        Zero3Options(expert_parallel_preset="mixtral")
+
+
+def test_a_preset_with_a_size_is_kept() -> None:
+    assert Zero3Options(expert_parallel_size=1, expert_parallel_preset="mixtral").expert_parallel_preset == "mixtral"
+
+
+def test_options_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Zero3Options().scoped_grad_clear = False  # type: ignore[misc]
+
+
+def test_options_are_given_by_name() -> None:
+    with pytest.raises(TypeError):
+        Zero3Options(True)  # type: ignore[misc]
+
+
+def test_a_conflict_is_a_value_error() -> None:
+    # Scripts that catch ValueError for wrong settings (the recipes do) must catch conflicts too.
+    assert issubclass(ConfigConflictError, ValueError)
