@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
@@ -122,12 +124,16 @@ class Zero3FastStrategy(DeepSpeedStrategy):
         """Make the process group: NCCL for CUDA, gloo for CPU."""
         if self.root_device.type == "cuda":
             super().setup_distributed()
-            return
-        # The same as Lightning's, less its check of GPU indices, which CPU devices fail.
-        cpu_ops.prepare()
-        reset_seed()
-        self.set_world_ranks()
-        self._init_deepspeed_distributed()
+        else:
+            # The same as Lightning's, less its check of GPU indices, which CPU devices fail.
+            cpu_ops.prepare()
+            reset_seed()
+            self.set_world_ranks()
+            self._init_deepspeed_distributed()
+        # Lightning does this for its own groups with NCCL; DeepSpeed never does. Threads of an undestroyed gloo group
+        # abort the interpreter now and then as it exits, and a scheduler takes a finished job for a failed one.
+        atexit.unregister(_destroy_process_group)
+        atexit.register(_destroy_process_group)
 
     def _setup_model_and_optimizer(
         self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
@@ -212,6 +218,11 @@ class Zero3FastStrategy(DeepSpeedStrategy):
 
     def _topology(self, section: Mapping[str, Any]) -> Topology:
         return Topology(world_size=self.world_size, expert_parallel_size=section.get("autoep_size", 1))
+
+
+def _destroy_process_group() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def _refuse_fixed_arguments(arguments: dict[str, Any]) -> None:

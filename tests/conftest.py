@@ -12,7 +12,7 @@ from tests.ranks import RankPool
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-# Set by libraries on import, or by Lightning for its children; they aren't a test's doing.
+# Set by libraries on import, or by Lightning for its children; they aren't our doing, and are put back all the same.
 _SET_BY_LIBRARIES = {
     "KMP_DUPLICATE_LIB_OK",
     "KMP_INIT_AT_FORK",
@@ -24,6 +24,14 @@ _SET_BY_LIBRARIES = {
     "PATH",
     "LC_CTYPE",
     "NCCL_CUMEM_ENABLE",
+    "PL_GLOBAL_SEED",
+    "PL_SEED_WORKERS",
+    # Lightning's launcher, in the process that would start the others.
+    "LOCAL_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "NODE_RANK",
+    "WORLD_SIZE",
 }
 
 

@@ -73,12 +73,26 @@ def test_a_size_that_does_not_divide_the_ranks_is_refused_with_those_that_do(wor
     if world_size % size == 0:
         assert Topology(world_size, size).expert_parallel_size == size
         return
-    with pytest.raises(ValueError, match=f"expert_parallel_size={size} doesn't divide the {world_size} ranks") as caught:
+    with pytest.raises(
+        ValueError, match=f"expert_parallel_size={size} doesn't divide the {world_size} ranks"
+    ) as caught:
         Topology(world_size, size)
     offered = str(caught.value).rpartition("Sizes that do: ")[2].rstrip(".").split(", ")
     assert [int(number) for number in offered] == [n for n in range(1, world_size + 1) if world_size % n == 0]
     for number in offered:
         assert Topology(world_size, int(number)).expert_parallel_size == int(number)
+
+
+@pytest.mark.xfail(strict=True, raises=(ZeroDivisionError, AssertionError), reason="only whole division is checked")
+@pytest.mark.parametrize("size", [0, -2])
+def test_a_size_below_1_is_refused_too(size: int) -> None:
+    # A user's own expert_parallel.autoep_size comes here without passing through Zero3Options.
+    refused = False
+    try:
+        Topology(8, size)
+    except ValueError as error:
+        refused = f"expert_parallel_size={size}" in str(error)
+    assert refused
 
 
 @settings(deadline=None)
