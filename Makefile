@@ -32,7 +32,7 @@ $(VENV)/.installed: pyproject.toml constraints/cpu.txt constraints/tested.txt
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable ".[recipes,dashboards,test]"
 	@echo "Compiling DeepSpeed's communication op for CPU runs, once (about half a minute) ..."
-	$(BIN)/python -m lightning_zero3.cpu_ops
+	$(BIN)/python -c "from lightning_zero3 import cpu_ops; cpu_ops.build()"
 	@touch $@
 
 setup: $(VENV)/.installed

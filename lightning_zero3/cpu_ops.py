@@ -2,7 +2,7 @@
 
 ``deepspeed.init_distributed`` compiles ``deepspeed_shm_comm`` (C++, half a minute) on its first CPU run. The build is
 guarded by a lock file; a process that was killed while compiling leaves it behind, and every later run then waits for
-it silently and for ever. ``python -m lightning_zero3.cpu_ops`` builds ahead of time.
+it silently and for ever. :func:`build` compiles ahead of time.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ def build() -> bool:
     Returns:
         Whether the op is ready. False on a machine with a GPU, where it isn't used.
     """
+    import torch
+
+    if torch.cuda.is_available():
+        return False
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     prepare()
     from deepspeed.comm.torch import build_shm_op
 
     return build_shm_op() is not None
-
-
-if __name__ == "__main__":
-    print(f"{OP_NAME}: {'ready' if build() else 'not needed here'}")

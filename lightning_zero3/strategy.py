@@ -14,6 +14,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
@@ -113,6 +114,7 @@ class Zero3FastStrategy(DeepSpeedStrategy):
             ConfigConflictError: The config and the Trainer differ.
             ValueError: The expert parallel size fits neither ranks nor experts, or there is no MoE layer.
             RuntimeError: The accelerator isn't supported, or isn't the one that DeepSpeed was imported for.
+            NotImplementedError: Expert parallelism in an evaluation outside of fit, or in a second fit of a module.
         """
         self._check_accelerator()
         self._check_config()
@@ -164,11 +166,6 @@ class Zero3FastStrategy(DeepSpeedStrategy):
         from lightning_zero3.engine import build_inference_engine
 
         assert isinstance(self.config, dict)
-        if ds_config.expert_parallel_section(self.config) is not None:
-            raise NotImplementedError(
-                "validate, test and predict outside of fit don't support expert_parallel_size yet. Validate inside "
-                "fit (val_dataloaders), or evaluate with a strategy without expert_parallel_size."
-            )
         remove_module_hooks(model)
         self.model = build_inference_engine(
             model, config=ds_config.inference_config(self.config), local_rank=self.local_rank
@@ -208,6 +205,16 @@ class Zero3FastStrategy(DeepSpeedStrategy):
         module = self.lightning_module
         if section is None or module is None:
             return
+        if module.trainer.state.fn != TrainerFn.FITTING:
+            raise NotImplementedError(
+                "validate, test and predict outside of fit don't support expert_parallel_size yet. Validate inside "
+                "fit (val_dataloaders), or evaluate with a strategy without expert_parallel_size."
+            )
+        if expert_parallel.already_replaced(module):
+            raise NotImplementedError(
+                "This LightningModule's MoE layers belong to the engine of an earlier fit. Build it anew for another "
+                "fit with expert_parallel_size."
+            )
         topology = self._topology(section)
         preset = section.get("preset_model")
         if expert_parallel.holds_a_model(module) or not is_overridden("configure_model", module, LightningModule):

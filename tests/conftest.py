@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -57,10 +57,10 @@ def _pools() -> Iterator[dict[int, RankPool]]:
 
 
 @pytest.fixture(scope="session")
-def ranks(_pools: dict[int, RankPool]) -> Iterator:
+def ranks(_pools: dict[int, RankPool]) -> Callable[[int], RankPool]:
     """``ranks(2)`` is a pool of two real gloo ranks, started when first asked for."""
 
     def get(world_size: int) -> RankPool:
         return _pools.setdefault(world_size, RankPool(world_size))
 
-    yield get
+    return get

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,7 +22,7 @@ class Regression(pl.LightningModule):
         super().__init__()
         torch.manual_seed(11)
         layers: list[torch.nn.Module] = []
-        for size_in, size_out in zip(dims[:-1], dims[1:], strict=True):
+        for size_in, size_out in itertools.pairwise(dims):
             layers += [torch.nn.Linear(size_in, size_out), torch.nn.GELU()]
         self.net = torch.nn.Sequential(*layers[:-1])
         self.lr = lr
@@ -144,6 +144,3 @@ def assert_equal_bits(left: dict[str, list[torch.Tensor]], right: dict[str, list
         for index, (a, b) in enumerate(zip(left[kind], right[kind], strict=True)):
             assert a.dtype == b.dtype, (kind, index)
             assert torch.equal(a, b), (kind, index, (a.float() - b.float()).abs().max().item())
-
-
-Build = Callable[[], Any]

@@ -98,8 +98,6 @@ def check_layers(target: ExpertParallelTarget, section: Mapping[str, Any], topol
     from deepspeed.module_inject.auto_ep_config import parse_autoep_config
 
     where = f"{target.path or 'the module'} ({type(target.module).__name__})"
-    if already_replaced(target.module):
-        return sum(1 for module in target.module.modules() if getattr(module, "_is_autoep_layer", False))
     parser = AutoEP(target.module, parse_autoep_config({**section, "preset_model": target.preset}))
     try:
         layers = parser.ep_parser()

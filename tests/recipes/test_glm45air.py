@@ -9,10 +9,10 @@ from pathlib import Path
 import glm45air
 import pytest
 import torch
-from shared.run import Settings
 
 from lightning_zero3.metrics import names
 from lightning_zero3.metrics.summary import read_metrics, summarise
+from shared.run import Settings
 from tests.distributed.test_launchers import environment
 
 ROOT = Path(__file__).parents[2]

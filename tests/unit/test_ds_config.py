@@ -327,6 +327,17 @@ def test_a_device_in_the_users_section_is_not_overruled_by_one_among_the_argumen
         complete({"zero_optimization": {section: {"device": "cpu"}}}, {argument: True, device: "nvme"}, OPTIONS)
 
 
+@pytest.mark.xfail(strict=True, reason="a device makes an offload of a section that is off, even where it is refused")
+@OFFLOADS
+def test_an_offload_that_is_refused_is_not_switched_on_by_its_device(argument: str, section: str) -> None:
+    base = {"zero_optimization": {section: {"pin_memory": True}}}
+    try:
+        completed = complete(base, {argument: False, DEVICES[argument]: "cpu"}, OPTIONS)
+    except ConfigConflictError:
+        return
+    assert completed["zero_optimization"][section].get("device", "none") == "none"
+
+
 @pytest.mark.xfail(
     strict=True, raises=(AttributeError, TypeError), reason="offload sections aren't checked to be dicts"
 )

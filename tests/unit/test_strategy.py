@@ -96,7 +96,7 @@ def test_a_path_and_the_environment_variable_are_read(tmp_path, monkeypatch):
     assert Zero3FastStrategy(path).config["zero_optimization"]["reduce_bucket_size"] == 77
     monkeypatch.setenv("PL_DEEPSPEED_CONFIG_PATH", str(path))
     assert Zero3FastStrategy().config["zero_optimization"]["reduce_bucket_size"] == 77
-    with pytest.raises(ConfigConflictError, match="reduce_bucket_size=78.*77"):
+    with pytest.raises(ConfigConflictError, match=r"reduce_bucket_size=78.*77"):
         Zero3FastStrategy(reduce_bucket_size=78)
 
 
@@ -210,6 +210,15 @@ def test_a_dense_model():
 def test_no_hugging_face_model():
     message = refused(ValueError, Zero3FastStrategy(expert_parallel_size=1), Regression(), Pairs())
     assert "Regression holds no Hugging Face model" in message
+
+
+def test_an_evaluation_outside_of_fit_with_expert_parallelism():
+    module, data = language()
+    module.test_step = module.training_step
+    trainer = trainer_for(Zero3FastStrategy(expert_parallel_size=1))
+    with pytest.raises(NotImplementedError, match="Validate inside fit"):
+        trainer.test(module, DataLoader(data, batch_size=2))
+    assert not torch.distributed.is_initialized()
 
 
 @pytest.mark.parametrize(
