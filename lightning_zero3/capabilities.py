@@ -55,7 +55,7 @@ def referenced_names(function: Callable[..., Any]) -> frozenset[str]:
 
 def _unwrapped(function: Callable[..., Any]) -> FunctionType:
     found: Any = inspect.unwrap(function)
-    while found.__name__ == "wrapped_fn" and found.__closure__:
+    while getattr(found, "__name__", "") == "wrapped_fn" and found.__closure__:
         inner = [cell.cell_contents for cell in found.__closure__ if inspect.isfunction(cell.cell_contents)]
         if len(inner) != 1:
             break

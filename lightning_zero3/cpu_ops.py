@@ -35,7 +35,8 @@ def make_ninja_visible() -> None:
     """Let the compiler driver find the environment's own ``ninja`` when the environment isn't activated."""
     scripts = sysconfig.get_path("scripts")
     if shutil.which("ninja") is None and (Path(scripts) / "ninja").exists():
-        os.environ["PATH"] = os.pathsep.join([scripts, os.environ.get("PATH", "")])
+        # An empty entry would mean the current folder.
+        os.environ["PATH"] = os.pathsep.join(filter(None, [scripts, os.environ.get("PATH")]))
 
 
 def check_build_lock(folder: Path) -> None:

@@ -61,7 +61,13 @@ _OFFLOAD_SECTIONS: Mapping[str, Path] = {
 }
 
 
-def complete(base: Mapping[str, Any], arguments: Mapping[str, Any], options: Zero3Options) -> Config:
+def complete(
+    base: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+    options: Zero3Options,
+    *,
+    argument_defaults: Mapping[str, Any] | None = None,
+) -> Config:
     """Join a config dict with the arguments and options that were given beside it.
 
     Args:
@@ -69,6 +75,7 @@ def complete(base: Mapping[str, Any], arguments: Mapping[str, Any], options: Zer
         arguments: ``DeepSpeedStrategy`` arguments that the user passed explicitly. Empty when ``base`` was made from
             them.
         options: This package's options.
+        argument_defaults: ``DeepSpeedStrategy``'s defaults, for the details of an offload that an argument asks for.
 
     Returns:
         A new dict with stage 3, what the arguments and options ask for, and the defaults that a bare dict lacks.
@@ -87,7 +94,7 @@ zero_optimization.stage to 2. Set it to 3 or leave it out; for stage 2 use Train
     config: Config = copy.deepcopy(dict(base))
     _require_sections_are_dicts(config)
     _set_stage(config)
-    _merge_offload_sections(config, arguments)
+    _merge_offload_sections(config, arguments, argument_defaults or {})
     for argument, value in arguments.items():
         for path in ARGUMENT_PATHS.get(argument, ()):
             # Lightning writes the fp16 section from the Trainer's precision, with these very arguments in it.
@@ -159,49 +166,54 @@ def expert_parallel_section(config: Mapping[str, Any]) -> Config | None:
 
 def _require_sections_are_dicts(config: Mapping[str, Any]) -> None:
     for name in (_ZERO, _ACTIVATIONS, "aio", "fp16", "bf16", "expert_parallel", "torch_autocast"):
-        if name in config and not isinstance(config[name], Mapping):
-            raise ConfigConflictError(
-                f"The DeepSpeed config's {name!r} is {config[name]!r}: a dict of settings is expected there."
-            )
+        if name in config:
+            _require_dict(config[name], name)
+    for path in _OFFLOAD_SECTIONS.values():
+        section = _section(config, path)
+        if section is not None:
+            _require_dict(section, ".".join(path))
+
+
+def _require_dict(section: Any, name: str) -> None:
+    if not isinstance(section, Mapping):
+        raise ConfigConflictError(
+            f"The DeepSpeed config's {name!r} is {section!r}: a dict of settings is expected there."
+        )
 
 
 def _set_stage(config: Config) -> None:
     stage = config.setdefault(_ZERO, {}).setdefault("stage", 3)
     if stage != 3:
+        other = f' for stage {stage} use Trainer(strategy="deepspeed_stage_{stage}").' if stage in (1, 2) else ""
         raise ConfigConflictError(
             f"zero3_fast is ZeRO stage 3, but the DeepSpeed config sets zero_optimization.stage to {stage}. Set it to"
-            f' 3 or leave it out; for stage {stage} use Trainer(strategy="deepspeed_stage_{stage}").'
+            f" 3 or leave it out{';' if other else '.'}{other}"
         )
 
 
-def _merge_offload_sections(config: Config, arguments: Mapping[str, Any]) -> None:
-    for argument, path in _OFFLOAD_SECTIONS.items():
-        if argument not in arguments:
-            continue
-        wanted, section = arguments[argument], _section(config, path)
-        present = bool(section) and section.get("device", "none") != "none"
-        if not wanted and present:
+def _merge_offload_sections(config: Config, arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    details = {**defaults, **arguments}
+    for argument, section_path in _OFFLOAD_SECTIONS.items():
+        section, wanted = _section(config, section_path), arguments.get(argument)
+        is_on = bool(section) and section.get("device", "none") != "none"
+        if wanted is not None and wanted != is_on and section is not None:
             raise ConfigConflictError(
-                f"{argument}=False, but the DeepSpeed config has {'.'.join(path)}={section!r}. Leave one of them out."
+                f"{argument}={wanted}, but the DeepSpeed config has {'.'.join(section_path)}={section!r}. Leave one of "
+                "them out."
             )
-        if wanted and section is not None and not present:
-            raise ConfigConflictError(
-                f"{argument}=True, but the DeepSpeed config has {'.'.join(path)}={section!r}. Leave one of them out."
-            )
+        paths = {
+            name: path for name, all_ in OFFLOAD_ARGUMENT_PATHS.items() for path in all_ if path[:2] == section_path
+        }
         if wanted and section is None:
-            config[_ZERO][path[-1]] = {"device": "cpu"}
-    for argument, paths in OFFLOAD_ARGUMENT_PATHS.items():
-        for path in paths:
-            # A detail of an offload that isn't asked for has nowhere to go, in stock Lightning as here.
-            if argument in arguments and _section(config, path[:-1]) is not None:
-                default_device = path[-1] == "device" and _is_default_cpu(config, path, arguments)
-                _merge(config, path, arguments[argument], f"{argument}={arguments[argument]!r}", force=default_device)
-
-
-def _is_default_cpu(config: Config, path: Path, arguments: Mapping[str, Any]) -> bool:
-    """Whether the section was written a moment ago by this module, with its default device."""
-    argument = {"offload_optimizer": "offload_optimizer", "offload_param": "offload_parameters"}[path[1]]
-    return bool(arguments.get(argument)) and _section(config, path[:-1]) == {"device": "cpu"}
+            config[_ZERO][section_path[-1]] = {
+                "device": "cpu",
+                **{path[-1]: details[name] for name, path in paths.items() if name in details},
+            }
+        elif is_on:
+            # A detail of an offload that nobody asked for has nowhere to go, in stock Lightning as here.
+            for name, path in paths.items():
+                if name in arguments:
+                    _merge(config, path, arguments[name], f"{name}={arguments[name]!r}")
 
 
 def _set_expert_parallel(config: Config, options: Zero3Options) -> None:
@@ -231,8 +243,9 @@ def _check_batch_size(config: Mapping[str, Any], accumulate: int, world_size: in
 
 
 def _check_precision(config: Mapping[str, Any], precision: str) -> None:
-    enabled = {name: bool(config.get(name, {}).get("enabled", False)) for name in ("fp16", "bf16", "torch_autocast")}
-    declared_off = [name for name in ("fp16", "bf16") if name in config and not enabled[name]]
+    stated = {name: config.get(name, {}).get("enabled", False) for name in ("fp16", "bf16", "torch_autocast")}
+    enabled = {name: value is True for name, value in stated.items()}
+    declared_off = [name for name in ("fp16", "bf16") if name in config and stated[name] is False]
     wanted = {"16-mixed": "fp16", "16-true": "fp16", "bf16-mixed": "bf16", "bf16-true": "bf16"}.get(precision)
     for name in ("fp16", "bf16"):
         if enabled[name] and name != wanted:
@@ -261,12 +274,12 @@ def _section(config: Mapping[str, Any], path: Path) -> Any:
     return found
 
 
-def _merge(config: Config, path: Path, value: Any, source: str, *, force: bool = False) -> None:
+def _merge(config: Config, path: Path, value: Any, source: str) -> None:
     """Write a value where the dict is silent; raise where it says something else."""
     section: Any = config
     for key in path[:-1]:
         section = section.setdefault(key, {})
-    if path[-1] in section and section[path[-1]] != value and not force:
+    if section.get(path[-1], "auto") not in ("auto", value):
         raise ConfigConflictError(
             f"{source}, but the DeepSpeed config sets {'.'.join(path)} to {section[path[-1]]!r}. Leave one of them out."
         )

@@ -77,7 +77,9 @@ class Zero3FastStrategy(DeepSpeedStrategy):
         from_user = config is not None or self.DEEPSPEED_ENV_VAR in os.environ
         given = _not_at_default(deepspeed_arguments) if from_user else {}
         assert isinstance(self.config, dict)
-        self.config = ds_config.complete(self.config, given, self.options)
+        self.config = ds_config.complete(
+            self.config, given, self.options, argument_defaults=_deepspeed_strategy_defaults()
+        )
         self._quiet_timers = False
 
     @classmethod
@@ -241,7 +243,10 @@ def _refuse_fixed_arguments(arguments: dict[str, Any]) -> None:
 
 def _not_at_default(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments that differ from ``DeepSpeedStrategy``'s defaults; LightningCLI passes all defaults explicitly."""
-    defaults = {
-        name: parameter.default for name, parameter in inspect.signature(DeepSpeedStrategy.__init__).parameters.items()
-    }
+    defaults = _deepspeed_strategy_defaults()
     return {name: value for name, value in arguments.items() if value != defaults.get(name, inspect.Parameter.empty)}
+
+
+def _deepspeed_strategy_defaults() -> dict[str, Any]:
+    parameters = inspect.signature(DeepSpeedStrategy.__init__).parameters
+    return {name: parameter.default for name, parameter in parameters.items()}

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+_INHERITED = object()
+
 
 @contextmanager
 def substituted(owner: Any, name: str, replacement: Any) -> Iterator[None]:
@@ -26,9 +28,15 @@ def substituted(owner: Any, name: str, replacement: Any) -> Iterator[None]:
     >>> round(math.tau, 2)
     6.28
     """
-    original = getattr(owner, name)
+    getattr(owner, name)
+    # What stands in the owner's own dict, not what attribute access makes of it: a static method must come back as
+    # one, and an inherited name must not stay behind as a copy.
+    own = vars(owner).get(name, _INHERITED)
     setattr(owner, name, replacement)
     try:
         yield
     finally:
-        setattr(owner, name, original)
+        if own is _INHERITED:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)

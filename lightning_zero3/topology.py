@@ -19,7 +19,7 @@ class Topology:
         expert_parallel_size: Ranks that share one set of experts; 1 without expert parallelism.
 
     Raises:
-        ValueError: The size doesn't divide the world.
+        ValueError: The size is below 1 or doesn't divide the world.
 
     >>> layout = Topology(world_size=8, expert_parallel_size=4)
     >>> layout.expert_parallel_ranks(5), layout.expert_data_parallel_ranks(5)
@@ -34,7 +34,9 @@ class Topology:
     expert_parallel_size: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse a size that doesn't divide the world."""
+        """Refuse a size that is none, or that doesn't divide the world."""
+        if self.expert_parallel_size < 1:
+            raise ValueError(f"expert_parallel_size={self.expert_parallel_size}: a whole number of ranks, 1 or more.")
         if self.world_size % self.expert_parallel_size:
             raise ValueError(
                 f"expert_parallel_size={self.expert_parallel_size} doesn't divide the {self.world_size} ranks of this "

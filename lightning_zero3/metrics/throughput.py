@@ -12,7 +12,8 @@ def tokens_in(batch: Any) -> int | None:
     """Count the tokens of a batch of token ids.
 
     Args:
-        batch: A mapping with ``input_ids``, a tensor of an integer dtype, or a sequence whose first entry is one.
+        batch: A mapping with ``input_ids`` (a tensor or a list of them), a tensor of an integer dtype, or a sequence
+            whose first entry is one.
 
     Returns:
         The number of elements of the token ids (padding counts), or None if the batch isn't of these forms.
@@ -21,7 +22,11 @@ def tokens_in(batch: Any) -> int | None:
     (16, None)
     """
     if isinstance(batch, Mapping):
-        return tokens_in(batch["input_ids"]) if "input_ids" in batch else None
+        ids = batch.get("input_ids")
+        # Samples of different lengths, not padded into one tensor.
+        counts = [tokens_in(sample) for sample in (ids if isinstance(ids, list | tuple) else [ids])]
+        known = [count for count in counts if count is not None]
+        return sum(known) if known and len(known) == len(counts) else None
     if isinstance(batch, list | tuple) and batch:
         return tokens_in(batch[0])
     if isinstance(batch, torch.Tensor) and not batch.is_floating_point() and batch.dtype != torch.bool:

@@ -71,6 +71,9 @@ def find_target(root: nn.Module, requested_preset: str | None = None) -> ExpertP
     if not found:
         raise UnsupportedModelError("\n".join(reasons))
     if len(found) > 1:
+        # A requested preset fits any model by name; what has no experts isn't meant.
+        found = [target for target in found if _has_experts(target)] or found
+    if len(found) > 1:
         raise UnsupportedModelError(
             "expert_parallel_size is set, and there are several mixture-of-experts models: "
             + ", ".join(f"{target.path} ({model_type(target.module)})" for target in found)
@@ -137,17 +140,27 @@ def check_declared_configs(root: nn.Module, requested_preset: str | None, topolo
     """
     from deepspeed.module_inject.auto_ep_presets.registry import get_preset
 
-    for name, config in vars(root).items():
-        if not isinstance(getattr(config, "model_type", None), str):
+    declared = {n: c for n, c in vars(root).items() if isinstance(getattr(c, "model_type", None), str)}
+    failures: list[ValueError] = []
+    for name, config in declared.items():
+        where = f"{type(root).__name__}.{name} (model_type={config.model_type!r})"
+        try:
+            attribute = get_preset(resolve_preset(config.model_type, requested_preset)).num_experts_attr
+        except UnsupportedModelError as failure:
+            failures.append(failure)
             continue
-        preset = resolve_preset(config.model_type, requested_preset)
-        experts = getattr(config, get_preset(preset).num_experts_attr, None)
-        if not experts:
-            raise NoMoELayerError(
-                f"expert_parallel_size={topology.expert_parallel_size}, but {type(root).__name__}.{name} "
-                f"(model_type={config.model_type!r}) has no {get_preset(preset).num_experts_attr}: a dense model?"
+        if experts := getattr(config, attribute, None):
+            topology.require_experts_divide(experts, where)
+        else:
+            failures.append(
+                NoMoELayerError(
+                    f"expert_parallel_size={topology.expert_parallel_size}, but {where} has no {attribute}: a dense "
+                    "model?"
+                )
             )
-        topology.require_experts_divide(experts, f"{type(root).__name__}.{name} ({config.model_type})")
+    # A dense model beside the one that is meant (a teacher, say) is no fault.
+    if failures and len(failures) == len(declared):
+        raise failures[0]
 
 
 def already_replaced(root: nn.Module) -> bool:
@@ -176,6 +189,16 @@ def auto_ep_on(target: ExpertParallelTarget) -> Iterator[None]:
 
     with substituted(auto_ep, "AutoEP", NestedAutoEP):
         yield
+
+
+def _has_experts(target: ExpertParallelTarget) -> bool:
+    from deepspeed.module_inject.auto_ep_presets.registry import get_preset
+
+    preset = get_preset(target.preset)
+    return any(
+        hasattr(module, preset.experts_pattern) and hasattr(module, preset.router_pattern)
+        for module in target.module.modules()
+    )
 
 
 def model_type(module: nn.Module) -> str:

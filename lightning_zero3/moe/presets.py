@@ -49,7 +49,7 @@ def resolve_preset(model_type: str, requested: str | None = None) -> str:
         Name of a preset of the installed DeepSpeed.
 
     Raises:
-        UnsupportedModelError: No preset is known for the type, or the requested one doesn't exist. The message names
+        UnsupportedModelError: No preset is known for the type, or the preset doesn't exist. The message names
             the presets that do and how to choose one.
 
     >>> resolve_preset("glm4_moe")
@@ -66,6 +66,11 @@ def resolve_preset(model_type: str, requested: str | None = None) -> str:
             )
         return requested
     preset = _PRESETS.get(model_type) or preset_name_for_hf_model_type(model_type)
+    if preset is not None and preset not in available:
+        raise UnsupportedModelError(
+            f"model_type={model_type!r} is computed by AutoEP's preset {preset!r}, which the installed DeepSpeed "
+            f"lacks. It has: {', '.join(available)}."
+        )
     if preset is None:
         why = f": {_REFUSED[model_type]}" if model_type in _REFUSED else ""
         raise UnsupportedModelError(

@@ -156,7 +156,6 @@ def test_another_stage_is_refused_with_the_strategy_that_has_it(stage: int) -> N
     assert named in StrategyRegistry.available_strategies()
 
 
-@pytest.mark.xfail(strict=True, reason="Lightning has no strategy for stage 0, and none for a stage that is no number")
 @pytest.mark.parametrize("stage", [0, "auto"])
 def test_no_strategy_is_advised_that_does_not_exist(stage: Any) -> None:
     with pytest.raises(ConfigConflictError, match=f"zero_optimization.stage to {stage}") as caught:
@@ -209,8 +208,9 @@ def test_an_argument_fills_in_what_the_config_leaves_out(argument: str, path: tu
 
 @ONE_PATH_EACH
 def test_a_config_and_an_argument_that_differ_are_both_named(argument: str, path: tuple[str, ...]) -> None:
-    theirs = default_of(argument)
-    ours = other_than(theirs)
+    ours = other_than(default_of(argument))
+    # "auto" in a config means that nobody has decided yet.
+    theirs = default_of(argument) if default_of(argument) != "auto" else 3
     with pytest.raises(ConfigConflictError) as caught:
         complete(base_around(path, {path[-1]: theirs}), {argument: ours}, OPTIONS)
     assert str(caught.value).startswith(f"{argument}={ours!r}, ")
@@ -317,9 +317,6 @@ def test_a_detail_of_an_offload_that_nobody_asks_for_is_dropped(argument: str) -
     assert complete({}, {argument: value}, OPTIONS) == complete({}, {}, OPTIONS)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a section {'device': 'cpu'} of the user's own counts as just written, and is overruled"
-)
 @OFFLOADS
 def test_a_device_in_the_users_section_is_not_overruled_by_one_among_the_arguments(argument: str, section: str) -> None:
     device = DEVICES[argument]
@@ -327,7 +324,6 @@ def test_a_device_in_the_users_section_is_not_overruled_by_one_among_the_argumen
         complete({"zero_optimization": {section: {"device": "cpu"}}}, {argument: True, device: "nvme"}, OPTIONS)
 
 
-@pytest.mark.xfail(strict=True, reason="a device makes an offload of a section that is off, even where it is refused")
 @OFFLOADS
 def test_an_offload_that_is_refused_is_not_switched_on_by_its_device(argument: str, section: str) -> None:
     base = {"zero_optimization": {section: {"pin_memory": True}}}
@@ -338,9 +334,6 @@ def test_an_offload_that_is_refused_is_not_switched_on_by_its_device(argument: s
     assert completed["zero_optimization"][section].get("device", "none") == "none"
 
 
-@pytest.mark.xfail(
-    strict=True, raises=(AttributeError, TypeError), reason="offload sections aren't checked to be dicts"
-)
 @OFFLOADS
 @pytest.mark.parametrize("detail", [{}, {"pin_memory": True}], ids=repr)
 def test_an_offload_section_that_is_no_dict_is_named_with_its_value(
@@ -458,10 +451,6 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
             for key in path[:-1]:
                 section = section.setdefault(key, {})
             section[path[-1]] = draw(values_of(argument))
-    # A section without a device is off; the expected failure above is what that leads to.
-    for name in ("offload_optimizer", "offload_param"):
-        if name in config.get("zero_optimization", {}):
-            config["zero_optimization"][name].setdefault("device", draw(st.sampled_from(["cpu", "nvme"])))
     return config
 
 
@@ -508,16 +497,12 @@ def test_neither_the_users_dict_nor_the_arguments_are_changed(
 def test_what_the_users_dict_says_stays_unless_it_is_refused(
     base: dict[str, Any], given_arguments: dict[str, Any], options: Zero3Options
 ) -> None:
-    # The known fault, see the expected failure above: a device beside a request for that offload.
-    for request, device in DEVICES.items():
-        if given_arguments.get(request):
-            given_arguments.pop(device, None)
     try:
         completed = leaves(complete(base, given_arguments, options))
     except ConfigConflictError:
         return
     for path, value in leaves(base).items():
-        assert completed[path] == value, path
+        assert value == "auto" or completed[path] == value, path
 
 
 @settings(deadline=None)

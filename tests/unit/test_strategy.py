@@ -115,6 +115,15 @@ def test_a_conflict_is_named(arguments, message):
         Zero3FastStrategy(**arguments)
 
 
+def test_an_offload_beside_a_config_gets_lightnings_details():
+    offload = {"offload_optimizer": True, "offload_optimizer_device": "nvme"}
+    strategy = Zero3FastStrategy({"zero_optimization": {"stage": 3}}, **offload, optimizer_buffer_count=7)
+    written_by_lightning = DeepSpeedStrategy(stage=3, **offload, optimizer_buffer_count=7).config["zero_optimization"]
+    section = strategy.config["zero_optimization"]["offload_optimizer"]
+    assert section == written_by_lightning["offload_optimizer"]
+    assert section["nvme_path"] == "/local_nvme"
+
+
 def test_what_says_the_same_is_no_conflict():
     strategy = Zero3FastStrategy(
         {"zero_optimization": {"stage": 3, "overlap_comm": False}}, stage=3, zero_optimization=True, overlap_comm=False
@@ -198,7 +207,7 @@ def test_a_size_that_does_not_divide_the_experts_of_a_model_that_is_not_built_ye
     module = Later(None)
     module.config = tiny_glm(n_routed_experts=3, n_group=1, topk_group=1)
     message = refused(ValueError, Zero3FastStrategy(expert_parallel_size=2), module, Pairs(), devices=2)
-    assert "doesn't divide the 3 experts of Later.config (glm4_moe)" in message
+    assert "doesn't divide the 3 experts of Later.config (model_type='glm4_moe')" in message
 
 
 def test_a_dense_model():
