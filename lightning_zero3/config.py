@@ -25,6 +25,8 @@ class Zero3Options:
         expert_parallel_size: Number of ranks that share one set of experts. ``None`` leaves the model's MoE layers as
             they are; 1 replaces them by AutoEP's layers with all experts on every rank.
         expert_parallel_preset: Name of DeepSpeed's AutoEP preset; ``None`` resolves it from the model's config.
+        stock_semantics: Give exactly ``deepspeed_stage_3``'s numbers, its known faults included: none of the
+            corrections that docs/corrections.md lists is applied.
 
     Raises:
         TypeError: A switch is no bool, a size no int, or a preset no string.
@@ -42,10 +44,11 @@ class Zero3Options:
     alias_master_weights: bool = True
     expert_parallel_size: int | None = None
     expert_parallel_preset: str | None = None
+    stock_semantics: bool = False
 
     def __post_init__(self) -> None:
         """Check every field's type and range."""
-        for name in ("scoped_grad_clear", "alias_master_weights"):
+        for name in ("scoped_grad_clear", "alias_master_weights", "stock_semantics"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise TypeError(f"{name}={value!r}: True or False.")

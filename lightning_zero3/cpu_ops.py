@@ -11,11 +11,15 @@ import os
 import shutil
 import sysconfig
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 OP_NAME = "deepspeed_shm_comm"
-# The op compiles in well under a minute on two cores; a lock older than this belongs to no living build.
-STALE_AFTER_SECONDS = 15 * 60
+# A build touches its folder at least this often (the whole op compiles in half a minute on two cores); a process that
+# finds it built holds the lock for a moment only.
+QUIET_BUILD_SECONDS = 180
+QUIET_LOAD_SECONDS = 30
 
 
 class StaleBuildLockError(RuntimeError):
@@ -39,35 +43,49 @@ def make_ninja_visible() -> None:
         os.environ["PATH"] = os.pathsep.join(filter(None, [scripts, os.environ.get("PATH")]))
 
 
-def check_build_lock(folder: Path) -> None:
-    """Refuse to run into the lock of a build that nobody is working on any more.
+def await_build_lock(
+    folder: Path, *, now: Callable[[], float] = time.time, sleep: Callable[[float], None] = time.sleep
+) -> None:
+    """Wait while another process builds the op, and refuse to wait for a lock that nobody holds any more.
 
     Args:
         folder: The op's build folder.
+        now: Seconds since the epoch; another clock for tests.
+        sleep: Waits for some seconds.
 
     Raises:
-        StaleBuildLockError: The lock is older than any build takes.
+        StaleBuildLockError: The lock is there, and nothing in the folder has changed for longer than a build takes.
     """
     lock = folder / "lock"
-    try:
-        age = time.time() - lock.stat().st_mtime
-    except FileNotFoundError:
-        return
-    if age > STALE_AFTER_SECONDS:
-        raise StaleBuildLockError(
-            f"{lock} is {age / 60:.0f} minutes old: a build of {OP_NAME} was interrupted, and DeepSpeed would wait for"
-            " it for ever. Make sure that no other process is compiling, delete that file and run again."
-        )
+    limit = QUIET_LOAD_SECONDS if (folder / f"{OP_NAME}.so").exists() else QUIET_BUILD_SECONDS
+    while lock.exists():
+        quiet = now() - _last_change(folder)
+        if quiet > limit:
+            raise StaleBuildLockError(
+                f"{lock} has been there for {quiet:.0f} s without a sign of life: a process was killed while it held "
+                f"it, and DeepSpeed would wait for it for ever. Make sure that no other process is compiling, delete "
+                f"that file and run again."
+            )
+        sleep(0.5)
+
+
+def _last_change(folder: Path) -> float:
+    """When something in the folder was last modified; now, if it is just being taken away."""
+    times = []
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):
+            times.append(path.stat().st_mtime)
+    return max(times, default=time.time())
 
 
 def prepare() -> None:
     """Make the op's build possible on this machine and safe to wait for.
 
     Raises:
-        StaleBuildLockError: See :func:`check_build_lock`.
+        StaleBuildLockError: See :func:`await_build_lock`.
     """
     make_ninja_visible()
-    check_build_lock(extensions_dir())
+    await_build_lock(extensions_dir())
 
 
 def build() -> bool:

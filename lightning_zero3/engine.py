@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
+from lightning_zero3.capabilities import parts_to_leave_out
 from lightning_zero3.moe.expert_parallel import ExpertParallelTarget, NoMoELayerError, already_replaced, auto_ep_on
 from lightning_zero3.optimizer.switches import Switches
 from lightning_zero3.substitution import substituted
@@ -57,7 +59,7 @@ def build_training_engine(
     from lightning_zero3.optimizer.stage3 import FastStage3Optimizer
 
     with ExitStack() as scope:
-        ours = FastStage3Optimizer.with_switches(switches)
+        ours = FastStage3Optimizer.with_switches(_switches_that_apply(switches, stage3.DeepSpeedZeroOptimizer_Stage3))
         scope.enter_context(substituted(stage3, "DeepSpeedZeroOptimizer_Stage3", ours))
         if target is not None:
             scope.enter_context(auto_ep_on(target))
@@ -74,16 +76,28 @@ def build_training_engine(
             dist_init_required=False,
         )
     if not isinstance(built, FastStage3Optimizer):
-        warnings.warn(
+        rank_zero_warn(
             f"DeepSpeed built its own {type(built).__name__} instead of FastStage3Optimizer, so the switches of "
-            "zero3_fast have no effect in this run: this configuration, or this DeepSpeed, has another Stage-3 path.",
-            stacklevel=2,
+            "zero3_fast have no effect in this run: this configuration, or this DeepSpeed, has another Stage-3 path."
         )
     if target is not None and not already_replaced(module):
         raise NoMoELayerError(f"AutoEP replaced no layer of {target.path or type(module).__name__}.")
     if not print_timers:
         _silence_timer_lines(engine)
     return engine, built
+
+
+def _switches_that_apply(switches: Switches, upstream: type[Any]) -> Switches:
+    """Switch off what upstream does itself, silently, and what it has no place for, with a warning."""
+    left_out = parts_to_leave_out(upstream)
+    lacking = {name: why for name, why in left_out.items() if why is not None and getattr(switches, name)}
+    if lacking:
+        details = "; ".join(f"{name} needs {why}" for name, why in lacking.items())
+        rank_zero_warn(
+            f"This DeepSpeed's Stage-3 optimizer is laid out in a way that lightning_zero3 doesn't know, so parts of "
+            f"zero3_fast are off and upstream's own code runs instead: {details}."
+        )
+    return replace(switches, **dict.fromkeys(left_out, False))
 
 
 def build_inference_engine(module: nn.Module, *, config: Mapping[str, Any], local_rank: int) -> DeepSpeedEngine:

@@ -44,6 +44,8 @@ class Zero3FastStrategy(DeepSpeedStrategy):
             they are; 1 replaces them by AutoEP's layers with all experts on every rank. It must divide the number of
             ranks and of experts.
         expert_parallel_preset: Name of DeepSpeed's AutoEP preset; ``None`` resolves it from the model's config.
+        stock_semantics: Give exactly ``deepspeed_stage_3``'s numbers, its known faults included: none of the
+            corrections that docs/corrections.md lists is applied.
         **deepspeed_arguments: Any other argument of ``lightning.pytorch.strategies.DeepSpeedStrategy`` but ``stage``
             and ``zero_optimization``. One that is at Lightning's default counts as not given.
 
@@ -63,6 +65,7 @@ class Zero3FastStrategy(DeepSpeedStrategy):
         alias_master_weights: bool = True,
         expert_parallel_size: int | None = None,
         expert_parallel_preset: str | None = None,
+        stock_semantics: bool = False,
         **deepspeed_arguments: Any,
     ) -> None:
         self.options = Zero3Options(
@@ -70,6 +73,7 @@ class Zero3FastStrategy(DeepSpeedStrategy):
             alias_master_weights=alias_master_weights,
             expert_parallel_size=expert_parallel_size,
             expert_parallel_preset=expert_parallel_preset,
+            stock_semantics=stock_semantics,
         )
         _refuse_fixed_arguments(deepspeed_arguments)
         super().__init__(config=config, zero_optimization=True, stage=3, **deepspeed_arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -11,6 +12,8 @@ from tests.ranks import RankPool
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# The Makefile's folder: builds for one torch release, shared by all ranks and tests of this environment.
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
 
 # Set by libraries on import, or by Lightning for its children; they aren't our doing, and are put back all the same.
 _SET_BY_LIBRARIES = {

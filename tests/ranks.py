@@ -49,7 +49,7 @@ class RankPool:
                 continue
             try:
                 answers.append(pipe.recv())
-            except EOFError:
+            except (EOFError, ConnectionResetError):
                 answers.append(("error", "the process died"))
             if answers[-1][0] == "error":
                 timeout = PEER_GRACE_SECONDS

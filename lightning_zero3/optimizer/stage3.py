@@ -7,13 +7,19 @@ from __future__ import annotations
 
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
+from lightning_zero3.optimizer.grad_census import CountGradClears
 from lightning_zero3.optimizer.grad_clear import ScopedGradClear
+from lightning_zero3.optimizer.invalid_norm import SkipInvalidNorm
 from lightning_zero3.optimizer.master_alias import MasterAlias
 from lightning_zero3.optimizer.switches import Switches
 
 
-class FastStage3Optimizer(ScopedGradClear, MasterAlias, DeepSpeedZeroOptimizer_Stage3):
+class FastStage3Optimizer(
+    ScopedGradClear, CountGradClears, SkipInvalidNorm, MasterAlias, DeepSpeedZeroOptimizer_Stage3
+):
     """A ``DeepSpeedZeroOptimizer_Stage3`` with the scoped gradient clear and safe master-weight aliasing.
+
+    The census stands below the scoped clear, so that it counts the visits that are left.
 
     DeepSpeed's engine builds it, with upstream's arguments. Its switches are bound to a subclass beforehand
     (:meth:`with_switches`), because the engine knows nothing of them.

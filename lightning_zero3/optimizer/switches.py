@@ -9,10 +9,14 @@ from lightning_zero3.config import Zero3Options
 
 @dataclass(frozen=True)
 class Switches:
-    """Which parts of the optimizer are on. Each can be switched alone, for an A/B on the same machine."""
+    """Which parts of the optimizer are on. Each can be switched alone, for an A/B on the same machine.
+
+    The names are those of the parts in :mod:`lightning_zero3.capabilities`.
+    """
 
     scoped_grad_clear: bool = True
     alias_master_weights: bool = True
+    skip_invalid_norm: bool = True
 
     @classmethod
     def from_options(cls, options: Zero3Options) -> Switches:
@@ -20,4 +24,5 @@ class Switches:
         return cls(
             scoped_grad_clear=options.scoped_grad_clear,
             alias_master_weights=options.alias_master_weights,
+            skip_invalid_norm=not options.stock_semantics,
         )

@@ -4,9 +4,9 @@ import copy
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_zero3 import Zero3FastStrategy
+from tests.distributed.stock import StockOnCPU
 from tests.fits import Pairs, Regression, assert_equal_bits, fit, optimizer_of, tensors_of
 
 BF16_MASTERS = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
@@ -23,31 +23,10 @@ ZERO = {"zero_optimization": {"stage": 3, "sub_group_size": 100, "stage3_param_p
 
 
 def train(name: str, alias: bool, stock: bool = False) -> Any:
-    from lightning.pytorch.strategies import DeepSpeedStrategy
-
     precision, extra, _ = PRECISIONS[name]
     config = copy.deepcopy({**ZERO, **extra, "zero_allow_untested_optimizer": True})
-    strategy = stock_strategy()(config=config) if stock else Zero3FastStrategy(config, alias_master_weights=alias)
-    assert isinstance(strategy, DeepSpeedStrategy)
+    strategy = StockOnCPU(config=config) if stock else Zero3FastStrategy(config, alias_master_weights=alias)
     return fit(Regression(), Pairs(), strategy, precision=precision)
-
-
-def stock_strategy() -> type:
-    """Lightning's own class, able to run on a CPU and with nothing else changed."""
-    from lightning.pytorch.strategies import DeepSpeedStrategy
-
-    class OnCPU(DeepSpeedStrategy):
-        setup_environment = Zero3FastStrategy.__mro__[2].setup_environment
-
-        def setup_distributed(self) -> None:
-            self.set_world_ranks()
-            self._init_deepspeed_distributed()
-
-        @property
-        def root_device(self) -> torch.device:
-            return torch.device("cpu", self.local_rank)
-
-    return OnCPU
 
 
 def identities(name: str) -> dict[str, Any]:

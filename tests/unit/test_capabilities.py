@@ -179,7 +179,7 @@ def test_every_fix_says_what_why_where_and_until_when(fix: UpstreamFix) -> None:
 
 
 def test_every_fix_reads_the_method_that_it_names() -> None:
-    assert {fix.name for fix in UPSTREAM_FIXES} == {"scoped_grad_clear", "alias_master_weights"}
+    assert {fix.name for fix in UPSTREAM_FIXES} == {"scoped_grad_clear", "alias_master_weights", "skip_invalid_norm"}
     assert GRAD_CLEAR.mended(ClearsElsewhere)
     assert not GRAD_CLEAR.mended(ClearsPerSubGroup)
     assert MASTER_ALIAS.mended(ComparesDevices)

@@ -16,6 +16,7 @@ def test_the_defaults_are_both_switches_on_and_no_expert_parallelism() -> None:
         "alias_master_weights": True,
         "expert_parallel_size": None,
         "expert_parallel_preset": None,
+        "stock_semantics": False,
     }
 
 

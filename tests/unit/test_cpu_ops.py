@@ -4,42 +4,94 @@ import os
 import re
 import sysconfig
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from lightning_zero3 import cpu_ops
-from lightning_zero3.cpu_ops import STALE_AFTER_SECONDS, StaleBuildLockError, check_build_lock, make_ninja_visible
+from lightning_zero3.cpu_ops import (
+    OP_NAME,
+    QUIET_BUILD_SECONDS,
+    QUIET_LOAD_SECONDS,
+    StaleBuildLockError,
+    await_build_lock,
+    make_ninja_visible,
+)
 
 
-def lock_of_age(folder: Path, seconds: float) -> Path:
-    lock = folder / "lock"
-    lock.touch()
+def of_age(path: Path, seconds: float) -> Path:
+    path.touch()
     written = time.time() - seconds
-    os.utime(lock, (written, written))
-    return lock
+    os.utime(path, (written, written))
+    return path
 
 
-def test_no_lock_passes(tmp_path: Path) -> None:
-    check_build_lock(tmp_path)
-    check_build_lock(tmp_path / "never built")
+class Clock:
+    """Time that passes by sleeping, and a thing that happens at a moment of it."""
+
+    def __init__(self, at: float = float("inf"), happens: Callable[[], None] = lambda: None) -> None:
+        self.slept, self.at, self.happens = 0.0, at, happens
+
+    def now(self) -> float:
+        return time.time() + self.slept
+
+    def sleep(self, seconds: float) -> None:
+        self.slept += seconds
+        if self.slept >= self.at:
+            self.at = float("inf")
+            self.happens()
 
 
-@pytest.mark.parametrize("age", [0, STALE_AFTER_SECONDS / 2])
-def test_a_lock_that_a_living_build_may_hold_passes_and_stays(tmp_path: Path, age: float) -> None:
-    lock = lock_of_age(tmp_path, age)
-    check_build_lock(tmp_path)
-    assert lock.exists()
+def wait(folder: Path, clock: Clock) -> None:
+    await_build_lock(folder, now=clock.now, sleep=clock.sleep)
 
 
-def test_an_abandoned_lock_is_named_with_its_age_and_left_for_the_user_to_delete(tmp_path: Path) -> None:
-    lock = lock_of_age(tmp_path, 3 * STALE_AFTER_SECONDS)
+def test_no_lock_is_not_waited_for(tmp_path: Path) -> None:
+    clock = Clock()
+    wait(tmp_path, clock)
+    wait(tmp_path / "never built", clock)
+    assert clock.slept == 0
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_a_lock_is_waited_for_until_its_holder_is_done(tmp_path: Path, built: bool) -> None:
+    if built:
+        of_age(tmp_path / f"{OP_NAME}.so", 10_000)
+    lock = of_age(tmp_path / "lock", 0)
+    clock = Clock(at=20, happens=lock.unlink)
+    wait(tmp_path, clock)
+    assert 20 <= clock.slept < 21
+
+
+@pytest.mark.parametrize(("built", "limit"), [(True, QUIET_LOAD_SECONDS), (False, QUIET_BUILD_SECONDS)])
+def test_an_abandoned_lock_is_named_and_left_for_the_user_to_delete(tmp_path: Path, built: bool, limit: int) -> None:
+    if built:
+        of_age(tmp_path / f"{OP_NAME}.so", 10_000)
+    lock = of_age(tmp_path / "lock", 0)
+    clock = Clock()
     with pytest.raises(StaleBuildLockError) as caught:
-        check_build_lock(tmp_path)
+        wait(tmp_path, clock)
+    assert limit <= clock.slept <= limit + 2
     assert str(lock) in str(caught.value)
-    assert "45 minutes" in str(caught.value)
     assert "delete that file" in str(caught.value)
     assert lock.exists()
+
+
+def test_a_build_that_still_writes_is_waited_for_however_long_it_takes(tmp_path: Path) -> None:
+    lock = of_age(tmp_path / "lock", 0)
+
+    class Building(Clock):
+        def sleep(self, seconds: float) -> None:
+            super().sleep(seconds)
+            if self.slept % 100 == 0:
+                compiled = tmp_path / "shm.o"
+                compiled.touch()
+                os.utime(compiled, (self.now(), self.now()))
+
+    clock = Building(at=10 * QUIET_BUILD_SECONDS, happens=lock.unlink)
+    wait(tmp_path, clock)
+    assert clock.slept >= 10 * QUIET_BUILD_SECONDS
 
 
 def test_the_build_folder_is_where_torch_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +110,7 @@ def test_preparing_stops_at_an_abandoned_lock(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("PATH", os.environ["PATH"])  # restored if ninja has to be made visible
     cpu_ops.prepare()
-    lock_of_age(cpu_ops.extensions_dir(), 2 * STALE_AFTER_SECONDS)
+    of_age(cpu_ops.extensions_dir() / "lock", 2 * QUIET_BUILD_SECONDS)
     with pytest.raises(StaleBuildLockError, match=re.escape(str(tmp_path))):
         cpu_ops.prepare()
 

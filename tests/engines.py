@@ -1,0 +1,101 @@
+"""DeepSpeed engines for functions that run on ranks: ours and stock's, built by the same call.
+
+What differs between the two is the optimizer's class and nothing else, so that a difference in numbers is its doing.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from lightning_zero3.config import Zero3Options
+from lightning_zero3.engine import build_training_engine
+from lightning_zero3.optimizer.switches import Switches
+from lightning_zero3.substitution import substituted
+from tests.fits import Pairs, Regression
+
+BF16_MASTERS = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16 with fp32 masters": {"bf16": {"enabled": True}},
+    "bf16 masters": {"bf16": BF16_MASTERS},
+    "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+}
+
+
+class Trainable(Regression):
+    """Its forward is its training step, as Lightning makes it."""
+
+    def forward(self, batch: Any, step: int) -> torch.Tensor:
+        return self.training_step(batch, step)
+
+
+def build(
+    model: torch.nn.Module | None = None,
+    *,
+    stock: bool = False,
+    optimizer: Any = None,
+    sub_group_size: int = 100,
+    zero: dict[str, Any] | None = None,
+    target: Any = None,
+    options: Zero3Options | None = None,
+    **config: Any,
+) -> Any:
+    """An engine around a model, with our optimizer or with upstream's."""
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    from lightning_zero3.optimizer.stage3 import FastStage3Optimizer
+
+    model = Trainable() if model is None else model
+    full = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {
+            "stage": 3,
+            "sub_group_size": sub_group_size,
+            "stage3_param_persistence_threshold": 20,
+            "reduce_bucket_size": 100_000,
+            **(zero or {}),
+        },
+        **config,
+    }
+    with substituted(
+        FastStage3Optimizer,
+        "with_switches",
+        (lambda _: DeepSpeedZeroOptimizer_Stage3) if stock else FastStage3Optimizer.with_switches,
+    ):
+        engine, built = build_training_engine(
+            model,
+            config=copy.deepcopy(full),
+            optimizer=optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01),
+            lr_scheduler=None,
+            local_rank=torch.distributed.get_rank(),
+            switches=Switches.from_options(options or Zero3Options()),
+            target=target,
+        )
+    assert isinstance(built, FastStage3Optimizer) is not stock
+    return engine
+
+
+def batch_of(engine: Any, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two samples of the regression data; other ones on every rank and step."""
+    data, rank = Pairs(), torch.distributed.get_rank()
+    start = 2 * (step * torch.distributed.get_world_size() + rank) % 60
+    dtype = next(engine.module.parameters()).dtype
+    return data.x[start : start + 2].to(dtype), data.y[start : start + 2]
+
+
+def micro_step(engine: Any, step: int, scale: float = 1.0) -> float:
+    """Forward, backward and step of the regression model."""
+    loss = engine(batch_of(engine, step), step)
+    engine.backward(loss * scale)
+    engine.step()
+    return loss.item()
+
+
+def norm_of(engine: Any) -> float:
+    """The gradient norm that the engine reports for the last step."""
+    return float(engine.get_global_grad_norm())
