@@ -1,8 +1,8 @@
 """DeepSpeed's communication op on CPU machines: found, built once, and never waited for in vain.
 
 ``deepspeed.init_distributed`` compiles ``deepspeed_shm_comm`` (C++, half a minute) on its first CPU run. The build is
-guarded by a lock file; a process that was killed while compiling leaves it behind, and every later run then waits for
-it silently and for ever. :func:`build` compiles ahead of time.
+guarded by a lock file; a process that was killed while compiling or loading leaves it behind, and every later run then
+waits for it silently and for ever. :func:`build` compiles ahead of time.
 """
 
 from __future__ import annotations
@@ -11,19 +11,22 @@ import os
 import shutil
 import sysconfig
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 OP_NAME = "deepspeed_shm_comm"
 # A build touches its folder at least this often (the whole op compiles in half a minute on two cores); a process that
 # finds it built holds the lock for a moment only.
 QUIET_BUILD_SECONDS = 180
-QUIET_LOAD_SECONDS = 30
+QUIET_LOAD_SECONDS = 10
 
 
 class StaleBuildLockError(RuntimeError):
-    """A lock file of an abandoned build would make this run wait for ever."""
+    """A lock file that can't be judged would make this run wait for ever."""
 
 
 def extensions_dir() -> Path:
@@ -46,7 +49,7 @@ def make_ninja_visible() -> None:
 def await_build_lock(
     folder: Path, *, now: Callable[[], float] = time.time, sleep: Callable[[float], None] = time.sleep
 ) -> None:
-    """Wait while another process builds the op, and refuse to wait for a lock that nobody holds any more.
+    """Wait while another process builds the op; clear away a lock whose process is gone.
 
     Args:
         folder: The op's build folder.
@@ -54,19 +57,34 @@ def await_build_lock(
         sleep: Waits for some seconds.
 
     Raises:
-        StaleBuildLockError: The lock is there, and nothing in the folder has changed for longer than a build takes.
+        StaleBuildLockError: Nothing in the folder has changed for longer than a build takes, and the lock is another
+            user's, so that it can't be seen whether its process lives.
     """
     lock = folder / "lock"
     limit = QUIET_LOAD_SECONDS if (folder / f"{OP_NAME}.so").exists() else QUIET_BUILD_SECONDS
     while lock.exists():
-        quiet = now() - _last_change(folder)
-        if quiet > limit:
-            raise StaleBuildLockError(
-                f"{lock} has been there for {quiet:.0f} s without a sign of life: a process was killed while it held "
-                f"it, and DeepSpeed would wait for it for ever. Make sure that no other process is compiling, delete "
-                f"that file and run again."
-            )
+        if now() - _last_change(folder) > limit and not _is_held(lock):
+            # Whoever comes second finds it gone.
+            lock.unlink(missing_ok=True)
+            warnings.warn(f"Removed {lock}, which a killed process had left behind.", stacklevel=2)
         sleep(0.5)
+
+
+def _is_held(lock: Path) -> bool:
+    """Whether a process of this machine has the lock file open, as PyTorch's lock does while it builds."""
+    try:
+        if lock.stat().st_uid != os.getuid():
+            raise StaleBuildLockError(
+                f"{lock} belongs to another user and shows no sign of life; DeepSpeed would wait for it for ever. Have "
+                "it deleted, or set TORCH_EXTENSIONS_DIR to a folder of your own."
+            )
+    except FileNotFoundError:
+        return False
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if any(Path(file.path) == lock for file in process.open_files()):
+                return True
+    return False
 
 
 def _last_change(folder: Path) -> float:
