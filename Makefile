@@ -10,27 +10,39 @@ ARGS ?=
 PYTEST_ARGS ?=
 
 # CUDA users keep the torch that their machine gives; everybody else gets the tested CPU release.
-CONSTRAINTS ?= $(if $(shell command -v nvidia-smi 2>/dev/null),constraints/tested.txt,constraints/cpu.txt)
+TORCH := $(if $(shell command -v nvidia-smi 2>/dev/null),,constraints/cpu.txt)
+CONSTRAINTS ?= constraints/tested.txt constraints/deepspeed-0.19.8.txt $(TORCH)
+
+# The oldest supported DeepSpeed, in an environment that takes everything else from the first one.
+OLD_DEEPSPEED := constraints/deepspeed-0.19.7.txt
+OLD_VENV ?= $(VENV)-oldest
+OLD_BIN := $(abspath $(OLD_VENV))/bin
+# One rank: gathers of 0.19.7 race with gloo on more. `make test-versions VERSIONS_ARGS=` runs all of the files.
+OLD_TESTS := tests/unit/test_capabilities.py tests/distributed/test_grad_clear.py tests/distributed/test_grad_census.py \
+  tests/distributed/test_step_paths.py tests/distributed/test_master_alias.py tests/distributed/test_same_as_stock.py \
+  tests/distributed/test_capabilities.py
+VERSIONS_ARGS ?=
 
 # DeepSpeed compiles small C++ ops on first use. One folder per environment keeps builds for different torch
 # releases apart; ninja is found in the environment.
 export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 export PATH := $(BIN):$(PATH)
 
-.PHONY: demo test test-slow lint setup clean
+.PHONY: demo test test-slow test-versions lint setup clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       train the scaled-down GLM-4.5-Air in two processes and draw its chart"
 	@echo "make test       linters, type checks and the default test-suite"
 	@echo "make test-slow  the tests that the default suite leaves out"
+	@echo "make test-versions  the optimizer's tests with the oldest supported DeepSpeed"
 	@echo "make setup      only the virtual environment"
 
-$(VENV)/.installed: pyproject.toml constraints/cpu.txt constraints/tested.txt
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	@echo "Setting up $(VENV) with $(CONSTRAINTS) ..."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable ".[recipes,dashboards,test]"
+	$(BIN)/python -m pip install --quiet $(addprefix --constraint ,$(CONSTRAINTS)) --editable ".[recipes,dashboards,test]"
 	@echo "Compiling DeepSpeed's communication op for CPU runs, once (about half a minute) ..."
 	$(BIN)/python -c "from lightning_zero3 import cpu_ops; cpu_ops.build()"
 	@touch $@
@@ -49,8 +61,19 @@ lint: setup
 test: lint
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
 
+$(OLD_VENV)/.installed: $(VENV)/.installed $(OLD_DEEPSPEED)
+	test -x $(OLD_BIN)/python || $(BIN)/python -m venv $(OLD_VENV)
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+	  $$($(OLD_BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/first_environment.pth
+	$(OLD_BIN)/python -m pip install --quiet --no-deps --requirement $(OLD_DEEPSPEED)
+	@touch $@
+
+test-versions: $(OLD_VENV)/.installed
+	TORCH_EXTENSIONS_DIR=$(abspath $(OLD_VENV))/torch_extensions RANKS_AT_MOST=1 \
+	  $(OLD_BIN)/python -m pytest $(OLD_TESTS) -m "not slow" $(VERSIONS_ARGS)
+
 test-slow: setup
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 clean:
-	rm -rf $(VENV) runs build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(OLD_VENV) runs build dist .mypy_cache .ruff_cache .pytest_cache

@@ -7,8 +7,10 @@ waits for it silently and for ever. :func:`build` compiles ahead of time.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
+import sys
 import sysconfig
 import time
 import warnings
@@ -23,6 +25,10 @@ OP_NAME = "deepspeed_shm_comm"
 # finds it built holds the lock for a moment only.
 QUIET_BUILD_SECONDS = 180
 QUIET_LOAD_SECONDS = 10
+SAY_AFTER_SECONDS = 2
+
+# Lightning's, so that its lines look like those around them.
+log = logging.getLogger("lightning.pytorch")
 
 
 class StaleBuildLockError(RuntimeError):
@@ -39,11 +45,26 @@ def extensions_dir() -> Path:
 
 
 def make_ninja_visible() -> None:
-    """Let the compiler driver find the environment's own ``ninja`` when the environment isn't activated."""
-    scripts = sysconfig.get_path("scripts")
-    if shutil.which("ninja") is None and (Path(scripts) / "ninja").exists():
+    """Put the environment's own ``ninja`` first, whether or not the environment is activated.
+
+    Two releases of ninja don't read each other's logs, so a build by one is built again by the other.
+    """
+    scripts = Path(sysconfig.get_path("scripts"))
+    ours = scripts / "ninja"
+    found = shutil.which("ninja")
+    if ours.exists() and (found is None or Path(found).resolve() != ours.resolve()):
         # An empty entry would mean the current folder.
-        os.environ["PATH"] = os.pathsep.join(filter(None, [scripts, os.environ.get("PATH")]))
+        os.environ["PATH"] = os.pathsep.join(filter(None, [str(scripts), os.environ.get("PATH")]))
+
+
+def keep_builds_apart() -> None:
+    """Build in a folder of this environment, unless the user has named one.
+
+    PyTorch's default folder is shared by all environments of a user, and each would rebuild what another has built.
+    """
+    folder = Path(sys.prefix) / "torch_extensions"
+    if "TORCH_EXTENSIONS_DIR" not in os.environ and os.access(sys.prefix, os.W_OK):
+        os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
 
 
 def await_build_lock(
@@ -62,7 +83,11 @@ def await_build_lock(
     """
     lock = folder / "lock"
     limit = QUIET_LOAD_SECONDS if (folder / f"{OP_NAME}.so").exists() else QUIET_BUILD_SECONDS
+    said = False
     while lock.exists():
+        if not said and now() - _last_change(folder) > SAY_AFTER_SECONDS:
+            log.info(f"Waiting for {lock}: another process compiles or loads DeepSpeed's communication op.")
+            said = True
         if now() - _last_change(folder) > limit and not _is_held(lock):
             # Whoever comes second finds it gone.
             lock.unlink(missing_ok=True)
@@ -103,7 +128,11 @@ def prepare() -> None:
         StaleBuildLockError: See :func:`await_build_lock`.
     """
     make_ninja_visible()
-    await_build_lock(extensions_dir())
+    keep_builds_apart()
+    folder = extensions_dir()
+    await_build_lock(folder)
+    if not (folder / f"{OP_NAME}.so").exists():
+        log.info("Compiling DeepSpeed's communication op for CPU runs, once in this environment: about half a minute.")
 
 
 def build() -> bool:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
+import difflib
 import inspect
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,9 @@ from lightning_zero3.config import ConfigConflictError, Zero3Options
 from lightning_zero3.moe import expert_parallel
 from lightning_zero3.optimizer.switches import Switches
 from lightning_zero3.topology import Topology
+
+# torch 2.13 on the collectives that DeepSpeed 0.19.8 uses. Expires when DeepSpeed calls their new names.
+DEPRECATED_CALLS = r"`torch\.distributed\.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated"
 
 
 class Zero3FastStrategy(DeepSpeedStrategy):
@@ -76,6 +82,7 @@ class Zero3FastStrategy(DeepSpeedStrategy):
             stock_semantics=stock_semantics,
         )
         _refuse_fixed_arguments(deepspeed_arguments)
+        _refuse_unknown_arguments(deepspeed_arguments)
         super().__init__(config=config, zero_optimization=True, stage=3, **deepspeed_arguments)
         # Without a dict of the user's, Lightning has built one from the arguments, and they can't differ.
         from_user = config is not None or self.DEEPSPEED_ENV_VAR in os.environ
@@ -138,6 +145,8 @@ class Zero3FastStrategy(DeepSpeedStrategy):
             reset_seed()
             self.set_world_ranks()
             self._init_deepspeed_distributed()
+        # DeepSpeed's own calls, several times a step and rank: nothing that a user could mend.
+        warnings.filterwarnings("ignore", message=DEPRECATED_CALLS, category=FutureWarning)
         # Lightning does this for its own groups with NCCL; DeepSpeed never does. Threads of an undestroyed gloo group
         # abort the interpreter now and then as it exits, and a scheduler takes a finished job for a failed one.
         atexit.unregister(_destroy_process_group)
@@ -214,7 +223,7 @@ class Zero3FastStrategy(DeepSpeedStrategy):
         if module.trainer.state.fn != TrainerFn.FITTING:
             raise NotImplementedError(
                 "validate, test and predict outside of fit don't support expert_parallel_size yet. Validate inside "
-                "fit (val_dataloaders), or evaluate with a strategy without expert_parallel_size."
+                "fit, by passing val_dataloaders to it."
             )
         if expert_parallel.already_replaced(module):
             raise NotImplementedError(
@@ -243,6 +252,15 @@ def _refuse_fixed_arguments(arguments: dict[str, Any]) -> None:
     for name, fixed in (("stage", 3), ("zero_optimization", True)):
         if arguments.pop(name, fixed) != fixed:
             raise ConfigConflictError(f"zero3_fast always has {name}={fixed}: leave {name} out.")
+
+
+def _refuse_unknown_arguments(arguments: Mapping[str, Any]) -> None:
+    known = [*(field.name for field in dataclasses.fields(Zero3Options)), *_deepspeed_strategy_defaults()]
+    for name in arguments:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {close[0]}?" if close else ""
+            raise TypeError(f"Zero3FastStrategy has no argument {name!r}.{hint}")
 
 
 def _not_at_default(arguments: Mapping[str, Any]) -> dict[str, Any]:

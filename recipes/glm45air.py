@@ -154,6 +154,6 @@ if __name__ == "__main__":
 
     try:
         auto_cli(main)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError, ImportError) as error:
         # What a person has to change, without the way that the program took to find out.
         sys.exit(f"{Path(__file__).name}: {error}")

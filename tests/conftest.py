@@ -25,6 +25,7 @@ _SET_BY_LIBRARIES = {
     "TRITON_CACHE_DIR",
     "OMP_NUM_THREADS",
     "PATH",
+    "TORCH_EXTENSIONS_DIR",
     "LC_CTYPE",
     "NCCL_CUMEM_ENABLE",
     "PL_GLOBAL_SEED",
@@ -59,11 +60,14 @@ def _pools() -> Iterator[dict[int, RankPool]]:
         pool.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def ranks(_pools: dict[int, RankPool]) -> Callable[[int], RankPool]:
     """``ranks(2)`` is a pool of two real gloo ranks, started when first asked for."""
 
     def get(world_size: int) -> RankPool:
+        # On DeepSpeed releases whose gathers race with gloo, `make test-versions` allows one rank.
+        if world_size > int(os.environ.get("RANKS_AT_MOST", world_size)):
+            pytest.skip(f"needs {world_size} ranks")
         return _pools.setdefault(world_size, RankPool(world_size))
 
     return get

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
 from lightning_zero3.metrics import names
+from lightning_zero3.metrics.grad_clear import read_census, start_census
 from lightning_zero3.metrics.memory import read_memory
 from lightning_zero3.metrics.over_ranks import PackedOverRanks
 from lightning_zero3.metrics.step_time import StepClock, discard_forward_times, read_engine_timers
@@ -33,11 +34,19 @@ class Zero3Monitor(Callback):
         tokens_per_batch: Counts the tokens of a batch; by default the elements of ``input_ids``. None is returned for
             a batch without tokens, and then there is no tokens per second.
         progress_bar: Also show step_microstep and peak memory in the progress bar.
+        grad_clear_census: Count the optimizer step's gradient clears (``optim/grad_clear_*``), with our optimizer.
     """
 
-    def __init__(self, *, tokens_per_batch: Callable[[Any], int | None] = tokens_in, progress_bar: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        tokens_per_batch: Callable[[Any], int | None] = tokens_in,
+        progress_bar: bool = True,
+        grad_clear_census: bool = False,
+    ) -> None:
         self._tokens_per_batch = tokens_per_batch
         self._progress_bar = progress_bar
+        self._grad_clear_census = grad_clear_census
         self._clock = StepClock()
         self._tokens: int | None = 0
         self._global_step = 0
@@ -51,6 +60,8 @@ class Zero3Monitor(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:  # noqa: ARG002
         """Start the clock."""
         self._global_step = trainer.global_step
+        if self._grad_clear_census:
+            start_census(trainer.strategy.model)
         self._begin_afresh(trainer)
 
     def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:  # noqa: ARG002
@@ -88,7 +99,8 @@ class Zero3Monitor(Callback):
 
     def _log(self, trainer: pl.Trainer, pl_module: pl.LightningModule, times: dict[str, float]) -> None:
         device = trainer.strategy.root_device
-        values = {**times, **read_engine_timers(trainer.strategy.model), **read_memory(device)}
+        engine = trainer.strategy.model
+        values = {**times, **read_engine_timers(engine), **read_memory(device), **read_census(engine)}
         if self._tokens:
             values[names.TOKENS_PER_SECOND] = float(self._tokens)
         over_ranks = PackedOverRanks([names.BY_NAME[name].over_ranks for name in values]).to(device)

@@ -12,6 +12,10 @@ STEP_TOTAL = "step/total_ms"
 DATA_WAIT = "step/data_wait_ms"
 TOKENS_PER_SECOND = "step/tokens_per_second"
 
+GRAD_CLEAR_VISITS = "optim/grad_clear_visits"
+GRAD_CLEAR_LIVE = "optim/grad_clear_live"
+GRAD_CLEAR_US_PER_VISIT = "optim/grad_clear_us_per_visit"
+
 MEMORY_PREFIX = "memory/"
 PEAK_ALLOCATED = "memory/peak_allocated_gib"
 PEAK_RESERVED = "memory/peak_reserved_gib"
@@ -121,6 +125,28 @@ METRICS: tuple[MetricEntry, ...] = (
         "Highest resident memory of the process since it started, as the kernel counts it (ru_maxrss).",
         "maximum",
         "host resident memory, peak",
+    ),
+    MetricEntry(
+        GRAD_CLEAR_VISITS,
+        "parameters",
+        "Parameters that the optimizer step visited to clear gradients, each as often as it was visited. Only with "
+        "Zero3Monitor(grad_clear_census=True).",
+        "maximum",
+        "gradient clear, visits",
+    ),
+    MetricEntry(
+        GRAD_CLEAR_LIVE,
+        "parameters",
+        "Of those visits, the ones that found a gradient.",
+        "maximum",
+        "gradient clear, live gradients found",
+    ),
+    MetricEntry(
+        GRAD_CLEAR_US_PER_VISIT,
+        "µs",
+        "Host time of the step's clears, over their visits.",
+        "maximum",
+        "gradient clear, time per visit",
     ),
 )
 

@@ -126,8 +126,9 @@ def train(
 
     csv = CSVLogger(output, name="", flush_logs_every_n_steps=10)
     run_dir = Path(csv.log_dir)
+    world = _world_size(devices, num_nodes)
     strategy = Zero3FastStrategy(
-        expert_parallel_size=settings.expert_parallel_size or gcd(_world_size(devices, num_nodes), experts),
+        expert_parallel_size=settings.expert_parallel_size or gcd(world, experts),
         scoped_grad_clear=switches["scoped_grad_clear"],
         alias_master_weights=switches["alias_master_weights"],
     )
@@ -138,6 +139,8 @@ def train(
         num_nodes=num_nodes,
         precision=settings.precision,
         max_steps=settings.max_steps,
+        # As many as that takes; Lightning's progress bar has a strange way to say "no limit".
+        max_epochs=settings.max_steps * settings.micro_batch_size * world // len(samples) + 1,
         log_every_n_steps=1,
         logger=[csv, TensorBoardLogger(output, name="", version=csv.version, sub_dir="tensorboard")],
         callbacks=[Zero3Monitor(), _Introduce(name, stream.description, entropy)],
@@ -196,14 +199,9 @@ def _world_size(devices: int | str, num_nodes: int) -> int:
 
 
 def _quiet_known_noise() -> None:
-    """Say what DeepSpeed would find out and warn about; drop upstream's deprecations of its own calls.
-
-    The latter come once per collective and drown what a person wants to see.
-    """
+    """Say what DeepSpeed would find out and warn about; drop what doesn't concern a recipe's user."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    warnings.filterwarnings("ignore", message=".*reduce_scatter_tensor.*", category=FutureWarning)
-    warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*", category=FutureWarning)
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)

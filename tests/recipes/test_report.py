@@ -15,17 +15,15 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from rich.console import Console
 
-from lightning_zero3.metrics.summary import (
+from lightning_zero3.metrics.names import (
     BWD_MICROSTEP,
     FWD_MICROSTEP,
     LOSS,
     STEP_MICROSTEP,
     STEP_TOTAL,
     TOKENS_PER_SECOND,
-    RunSummary,
-    read_metrics,
-    summarise,
 )
+from lightning_zero3.metrics.summary import RunSummary, read_metrics, summarise
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 from shared.report import draw_chart, print_table

@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 import sysconfig
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from lightning_zero3.cpu_ops import (
     QUIET_LOAD_SECONDS,
     StaleBuildLockError,
     await_build_lock,
+    keep_builds_apart,
     make_ninja_visible,
 )
 
@@ -59,9 +61,9 @@ def test_a_lock_is_waited_for_until_its_holder_is_done(tmp_path: Path, built: bo
     if built:
         of_age(tmp_path / f"{OP_NAME}.so", 10_000)
     lock = of_age(tmp_path / "lock", 0)
-    clock = Clock(at=20, happens=lock.unlink)
+    clock = Clock(at=5, happens=lock.unlink)
     wait(tmp_path, clock)
-    assert 20 <= clock.slept < 21
+    assert 5 <= clock.slept < 6
 
 
 @pytest.mark.parametrize(("built", "limit"), [(True, QUIET_LOAD_SECONDS), (False, QUIET_BUILD_SECONDS)])
@@ -157,12 +159,31 @@ def test_ninja_of_the_environment_is_found_first_and_the_rest_of_the_path_stays(
     assert os.environ["PATH"] == f"{scripts}{os.pathsep}{before}"  # not once more: it's found now
 
 
-def test_a_ninja_that_is_found_already_leaves_the_path_alone(scripts: Path) -> None:
+def test_another_ninja_that_is_found_first_gives_way_to_the_environments_own(scripts: Path) -> None:
     executable(scripts)
     before = os.environ["PATH"]
     executable(Path(before))
     make_ninja_visible()
+    assert os.environ["PATH"] == f"{scripts}{os.pathsep}{before}"
+
+
+def test_without_one_of_the_environments_own_another_is_used(scripts: Path) -> None:
+    before = os.environ["PATH"]
+    executable(Path(before))
+    make_ninja_visible()
     assert os.environ["PATH"] == before
+
+
+def test_builds_go_to_the_environments_own_folder_unless_one_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "elsewhere")
+    keep_builds_apart()
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == "elsewhere"
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+    keep_builds_apart()
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == str(tmp_path / "torch_extensions")
 
 
 def test_without_any_ninja_the_path_stays(scripts: Path) -> None:

@@ -132,8 +132,10 @@ def test_what_says_the_same_is_no_conflict():
 
 
 def test_a_misspelt_option_is_refused():
-    with pytest.raises(TypeError, match="alias_master_weight"):
+    with pytest.raises(TypeError, match=r"'alias_master_weight'\. Did you mean alias_master_weights\?"):
         Zero3FastStrategy(alias_master_weight=True)
+    with pytest.raises(TypeError, match=r"'reduce_bucketsize'\. Did you mean reduce_bucket_size\?"):
+        Zero3FastStrategy(reduce_bucketsize=1)
     with pytest.raises(TypeError, match="alias_master_weights='yes'"):
         Zero3FastStrategy(alias_master_weights="yes")
 

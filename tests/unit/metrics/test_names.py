@@ -7,7 +7,7 @@ import pytest
 from lightning_zero3.metrics import names
 from lightning_zero3.metrics.names import BY_NAME, METRICS, MetricEntry
 
-SUFFIXES = {"_ms": "ms", "_gib": "GiB", "_per_second": "1/s"}
+SUFFIXES = {"_ms": "ms", "_us_per_visit": "µs", "_gib": "GiB", "_per_second": "1/s"}
 EACH = pytest.mark.parametrize("entry", METRICS, ids=lambda entry: entry.name)
 
 
@@ -30,7 +30,9 @@ def test_entries_are_found_by_name() -> None:
 
 @EACH
 def test_the_unit_is_the_names_ending(entry: MetricEntry) -> None:
-    assert [unit for suffix, unit in SUFFIXES.items() if entry.name.endswith(suffix)] == [entry.unit]
+    # A count of parameters has no unit in its name.
+    named = [unit for suffix, unit in SUFFIXES.items() if entry.name.endswith(suffix)]
+    assert named == ([] if entry.unit == "parameters" else [entry.unit])
 
 
 @EACH
@@ -39,7 +41,8 @@ def test_the_group_says_what_is_measured(entry: MetricEntry) -> None:
     group, slash, rest = entry.name.partition("/")
     assert slash
     assert rest
-    assert group == ("memory" if entry.unit == "GiB" else "step")
+    groups = {"GiB": "memory", "parameters": "optim", "µs": "optim"}
+    assert group == groups.get(entry.unit, "step")
     assert entry.name.startswith(names.MEMORY_PREFIX) is (entry.unit == "GiB")
 
 

@@ -7,11 +7,8 @@ from statistics import fmean
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 
+from lightning_zero3.metrics.names import LOSS, STEP_MICROSTEP, STEP_TOTAL, TOKENS_PER_SECOND
 from lightning_zero3.metrics.summary import (
-    LOSS,
-    STEP_MICROSTEP,
-    STEP_TOTAL,
-    TOKENS_PER_SECOND,
     RunSummary,
     Spread,
     number_steps,
