@@ -63,7 +63,7 @@ test: lint
 
 $(OLD_VENV)/.installed: $(VENV)/.installed $(OLD_DEEPSPEED)
 	test -x $(OLD_BIN)/python || $(BIN)/python -m venv $(OLD_VENV)
-	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+	$(BIN)/python -c "import sysconfig; print(f'import site; site.addsitedir({sysconfig.get_path(\"purelib\")!r})')" > \
 	  $$($(OLD_BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/first_environment.pth
 	$(OLD_BIN)/python -m pip install --quiet --no-deps --requirement $(OLD_DEEPSPEED)
 	@touch $@

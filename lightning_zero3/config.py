@@ -9,7 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
-class ConfigConflictError(ValueError):
+class SetupError(ValueError):
+    """What was asked for can't be set up; the message says what to change. Raised before anything is trained."""
+
+
+class ConfigConflictError(SetupError):
     """Two places say different things about one setting; the message names both and the way out."""
 
 

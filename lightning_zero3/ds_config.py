@@ -109,7 +109,9 @@ zero_optimization.stage to 2. Set it to 3 or leave it out; for stage 2 use Train
     return config
 
 
-def check_against_trainer(config: Mapping[str, Any], *, trainer: Any, world_size: int, precision: str) -> None:
+def check_against_trainer(
+    config: Mapping[str, Any], *, trainer: Any, world_size: int, precision: str, micro_batch_size: int | None = None
+) -> None:
     """Find settings on which the config dict and the Trainer differ, before anything is set up.
 
     Args:
@@ -117,6 +119,7 @@ def check_against_trainer(config: Mapping[str, Any], *, trainer: Any, world_size
         trainer: A Lightning Trainer; its ``accumulate_grad_batches`` and ``gradient_clip_val`` are read.
         world_size: Number of ranks.
         precision: Lightning's name of the precision, e.g. ``"bf16-mixed"``.
+        micro_batch_size: What Lightning will fill in where the config has no ``train_micro_batch_size_per_gpu``.
 
     Raises:
         ConfigConflictError: They differ; the message names both and what to change.
@@ -133,7 +136,7 @@ def check_against_trainer(config: Mapping[str, Any], *, trainer: Any, world_size
             f"The DeepSpeed config sets gradient_clipping to {clipping}, the Trainer gradient_clip_val="
             f"{trainer.gradient_clip_val}. Leave one of them out."
         )
-    _check_batch_size(config, trainer.accumulate_grad_batches, world_size)
+    _check_batch_size(config, micro_batch_size, trainer.accumulate_grad_batches, world_size)
     _check_precision(config, precision)
 
 
@@ -183,7 +186,8 @@ def _require_dict(section: Any, name: str) -> None:
 
 def _set_stage(config: Config) -> None:
     stage = config.setdefault(_ZERO, {}).setdefault("stage", 3)
-    if stage != 3:
+    # DeepSpeed takes the number in a string too.
+    if stage not in (3, "3"):
         other = f' for stage {stage} use Trainer(strategy="deepspeed_stage_{stage}").' if stage in (1, 2) else ""
         raise ConfigConflictError(
             f"zero3_fast is ZeRO stage 3, but the DeepSpeed config sets zero_optimization.stage to {stage}. Set it to"
@@ -230,8 +234,9 @@ def _set_expert_parallel(config: Config, options: Zero3Options) -> None:
         _merge(config, ("expert_parallel", "preset_model"), preset, f"expert_parallel_preset={preset!r}")
 
 
-def _check_batch_size(config: Mapping[str, Any], accumulate: int, world_size: int) -> None:
+def _check_batch_size(config: Mapping[str, Any], loaders: int | None, accumulate: int, world_size: int) -> None:
     total, micro = config.get("train_batch_size"), config.get("train_micro_batch_size_per_gpu")
+    micro = loaders if micro in (None, "auto") else micro
     if not isinstance(total, int) or not isinstance(micro, int):
         return
     expected = micro * accumulate * world_size

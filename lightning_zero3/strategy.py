@@ -137,6 +137,7 @@ class Zero3FastStrategy(DeepSpeedStrategy):
 
     def setup_distributed(self) -> None:
         """Make the process group: NCCL for CUDA, gloo for CPU."""
+        theirs = torch.distributed.is_initialized()
         if self.root_device.type == "cuda":
             super().setup_distributed()
         else:
@@ -149,8 +150,8 @@ class Zero3FastStrategy(DeepSpeedStrategy):
         warnings.filterwarnings("ignore", message=DEPRECATED_CALLS, category=FutureWarning)
         # Lightning does this for its own groups with NCCL; DeepSpeed never does. Threads of an undestroyed gloo group
         # abort the interpreter now and then as it exits, and a scheduler takes a finished job for a failed one.
-        atexit.unregister(_destroy_process_group)
-        atexit.register(_destroy_process_group)
+        if not theirs:
+            atexit.register(_destroy_process_group)
 
     def _setup_model_and_optimizer(
         self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
@@ -211,6 +212,7 @@ class Zero3FastStrategy(DeepSpeedStrategy):
             trainer=module.trainer,
             world_size=self.world_size,
             precision=self.precision_plugin.precision,
+            micro_batch_size=self._auto_select_batch_size() if "train_batch_size" in self.config else None,
         )
         ds_config.settle_trainer_values(self.config)
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_zero3.config import SetupError
+
 
 @dataclass(frozen=True)
 class Topology:
@@ -19,7 +21,7 @@ class Topology:
         expert_parallel_size: Ranks that share one set of experts; 1 without expert parallelism.
 
     Raises:
-        ValueError: The size is below 1 or doesn't divide the world.
+        SetupError: The size is below 1 or doesn't divide the world.
 
     >>> layout = Topology(world_size=8, expert_parallel_size=4)
     >>> layout.expert_parallel_ranks(5), layout.expert_data_parallel_ranks(5)
@@ -27,7 +29,8 @@ class Topology:
     >>> Topology(world_size=6, expert_parallel_size=4)
     Traceback (most recent call last):
     ...
-    ValueError: expert_parallel_size=4 doesn't divide the 6 ranks of this run. Sizes that do: 1, 2, 3, 6.
+    lightning_zero3.config.SetupError: expert_parallel_size=4 doesn't divide the 6 ranks of this run. \
+Sizes that do: 1, 2, 3, 6.
     """
 
     world_size: int
@@ -36,9 +39,9 @@ class Topology:
     def __post_init__(self) -> None:
         """Refuse a size that is none, or that doesn't divide the world."""
         if self.expert_parallel_size < 1:
-            raise ValueError(f"expert_parallel_size={self.expert_parallel_size}: a whole number of ranks, 1 or more.")
+            raise SetupError(f"expert_parallel_size={self.expert_parallel_size}: a whole number of ranks, 1 or more.")
         if self.world_size % self.expert_parallel_size:
-            raise ValueError(
+            raise SetupError(
                 f"expert_parallel_size={self.expert_parallel_size} doesn't divide the {self.world_size} ranks of this "
                 f"run. Sizes that do: {_listed(divisors(self.world_size))}."
             )
@@ -60,11 +63,11 @@ class Topology:
             layer: What the message calls it.
 
         Raises:
-            ValueError: The size doesn't divide the number of experts.
+            SetupError: The size doesn't divide the number of experts.
         """
         if num_experts % self.expert_parallel_size:
             both = [d for d in divisors(num_experts) if self.world_size % d == 0]
-            raise ValueError(
+            raise SetupError(
                 f"expert_parallel_size={self.expert_parallel_size} doesn't divide the {num_experts} experts of {layer}."
                 f" Sizes that divide both the experts and the {self.world_size} ranks: {_listed(both)}."
             )

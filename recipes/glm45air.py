@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning_zero3.config import SetupError
 from shared.run import Settings, local_processes, train
 
 SETTINGS = {
@@ -154,6 +155,6 @@ if __name__ == "__main__":
 
     try:
         auto_cli(main)
-    except (ValueError, OSError, ImportError) as error:
+    except SetupError as error:
         # What a person has to change, without the way that the program took to find out.
         sys.exit(f"{Path(__file__).name}: {error}")

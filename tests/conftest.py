@@ -15,7 +15,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # The Makefile's folder: builds for one torch release, shared by all ranks and tests of this environment.
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
 
-# Set by libraries on import, or by Lightning for its children; they aren't our doing, and are put back all the same.
+# Set by libraries on import, by Lightning for its children, or by cpu_ops.prepare so that a build works (PATH,
+# TORCH_EXTENSIONS_DIR); they are put back after each test all the same.
 _SET_BY_LIBRARIES = {
     "KMP_DUPLICATE_LIB_OK",
     "KMP_INIT_AT_FORK",

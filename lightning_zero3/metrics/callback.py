@@ -12,7 +12,7 @@ from lightning_zero3.metrics import names
 from lightning_zero3.metrics.grad_clear import read_census, start_census
 from lightning_zero3.metrics.memory import read_memory
 from lightning_zero3.metrics.over_ranks import PackedOverRanks
-from lightning_zero3.metrics.step_time import StepClock, discard_forward_times, read_engine_timers
+from lightning_zero3.metrics.step_time import StepClock, discard_forward_times, read_engine_timers, steps_taken
 from lightning_zero3.metrics.throughput import tokens_in
 
 # What the progress bar shows, by short names: it has little room. Milliseconds and GiB.
@@ -50,11 +50,13 @@ class Zero3Monitor(Callback):
         self._clock = StepClock()
         self._tokens: int | None = 0
         self._global_step = 0
+        self._engine_steps: int | None = None
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:  # noqa: ARG002
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Ask the strategy for step timers before it builds its engine."""
         enable = getattr(trainer.strategy, "enable_step_timers", None)
-        if stage == "fit" and enable is not None:
+        # Under manual optimization the engine's timers are stopped before they are started, and raise.
+        if stage == "fit" and enable is not None and pl_module.automatic_optimization:
             enable()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:  # noqa: ARG002
@@ -62,18 +64,22 @@ class Zero3Monitor(Callback):
         self._global_step = trainer.global_step
         if self._grad_clear_census:
             start_census(trainer.strategy.model)
-        self._begin_afresh(trainer)
+        discard_forward_times(trainer.strategy.model)
+        self._tokens = 0
+        self._clock.restart()
 
-    def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:  # noqa: ARG002
-        """Leave validation out of the next step's times."""
-        self._begin_afresh(trainer)
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:  # noqa: ARG002
+        """Stop the clock: validation may come between two micro-steps of one optimizer step."""
+        self._clock.pause()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:  # noqa: ARG002
-        """Leave validation out of the next step's times."""
-        self._begin_afresh(trainer)
+        """Go on, without the times of validation's forwards."""
+        discard_forward_times(trainer.strategy.model)
+        self._clock.resume()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
         """The batch has arrived."""
+        self._engine_steps = steps_taken(trainer.strategy.model)
         self._clock.batch_starts()
 
     def on_train_batch_end(
@@ -100,7 +106,11 @@ class Zero3Monitor(Callback):
     def _log(self, trainer: pl.Trainer, pl_module: pl.LightningModule, times: dict[str, float]) -> None:
         device = trainer.strategy.root_device
         engine = trainer.strategy.model
-        values = {**times, **read_engine_timers(engine), **read_memory(device), **read_census(engine)}
+        values = {**times, **read_memory(device), **read_census(engine)}
+        # Where an epoch ends in the middle of accumulation, Lightning counts a step that the engine doesn't take; the
+        # timers are then of a micro-step that updates nothing.
+        if steps_taken(engine) != self._engine_steps:
+            values.update(read_engine_timers(engine))
         if self._tokens:
             values[names.TOKENS_PER_SECOND] = float(self._tokens)
         over_ranks = PackedOverRanks([names.BY_NAME[name].over_ranks for name in values]).to(device)
@@ -112,8 +122,3 @@ class Zero3Monitor(Callback):
         if self._progress_bar:
             shown = {short: combined[name] for name, short in _PROGRESS_BAR.items() if name in combined}
             pl_module.log_dict(shown, on_step=True, on_epoch=False, prog_bar=True, logger=False)
-
-    def _begin_afresh(self, trainer: pl.Trainer) -> None:
-        discard_forward_times(trainer.strategy.model)
-        self._clock.restart()
-        self._tokens = 0

@@ -82,7 +82,7 @@ METRICS: tuple[MetricEntry, ...] = (
         "ms",
         "Wall time between the end of a batch and the start of the next, summed over the optimizer step's micro-steps.",
         "maximum",
-        "wait for data",
+        "between batches (data, callbacks)",
     ),
     MetricEntry(
         TOKENS_PER_SECOND,

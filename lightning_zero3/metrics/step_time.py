@@ -33,6 +33,15 @@ def read_engine_timers(engine: Any) -> dict[str, float]:
     return {metric: float(snapshot[timer]) for timer, metric in _TIMERS.items() if timer in snapshot}
 
 
+def steps_taken(engine: Any) -> int | None:
+    """Optimizer steps that an engine has taken or skipped; None for any other module.
+
+    Upstream: ``DeepSpeedEngine.global_steps``.
+    """
+    steps = getattr(engine, "global_steps", None)
+    return steps if isinstance(steps, int) else None
+
+
 def discard_forward_times(engine: Any) -> None:
     """Forget forward passes that were no training, so that they don't count in the next training step's time.
 
@@ -64,13 +73,23 @@ class StepClock:
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
-        self._step_began = self._batch_ended = 0.0
+        self._step_began = self._batch_ended = self._paused = 0.0
         self._waited = 0.0
 
     def restart(self) -> None:
-        """Begin a step here: what came before (set-up, validation) is no part of it."""
+        """Begin a step here: what came before (set-up) is no part of it."""
         self._step_began = self._batch_ended = self._now()
         self._waited = 0.0
+
+    def pause(self) -> None:
+        """What follows (validation) is no part of the step in progress."""
+        self._paused = self._now()
+
+    def resume(self) -> None:
+        """The step goes on."""
+        away = self._now() - self._paused
+        self._step_began += away
+        self._batch_ended += away
 
     def batch_starts(self) -> None:
         """The data of a micro-step has arrived."""

@@ -77,13 +77,16 @@ def _build_whole(model_class: type[ModelT], config: Any) -> ModelT:
 
 
 def _give_buffers_their_dtype(model: nn.Module, model_class: type[nn.Module], config: Any) -> None:
-    """Replace buffers that ``zero.Init`` has cast by empty ones of the dtype that the constructor gives them."""
+    """Replace buffers that ``zero.Init`` has cast by ones of the dtype that the constructor gives them.
+
+    They hold NaN until they are initialised: one that nobody initialises must not pass for a value.
+    """
     with torch.device("meta"):
         intended = dict(model_class(config).named_buffers())
     for name, buffer in list(model.named_buffers()):
         if buffer.dtype != intended[name].dtype:
             owner, _, leaf = name.rpartition(".")
-            model.get_submodule(owner)._buffers[leaf] = torch.empty_like(buffer, dtype=intended[name].dtype)
+            model.get_submodule(owner)._buffers[leaf] = torch.full_like(buffer, torch.nan, dtype=intended[name].dtype)
 
 
 def _share_buffers(model: nn.Module) -> None:

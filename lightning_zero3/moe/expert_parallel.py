@@ -15,12 +15,13 @@ from typing import Any
 
 from torch import nn
 
+from lightning_zero3.config import SetupError
 from lightning_zero3.moe.presets import UnsupportedModelError, resolve_preset
 from lightning_zero3.substitution import substituted
 from lightning_zero3.topology import Topology
 
 
-class NoMoELayerError(ValueError):
+class NoMoELayerError(SetupError):
     """Expert parallelism was asked for, but there is no MoE layer that it could be applied to."""
 
 
@@ -95,7 +96,7 @@ def check_layers(target: ExpertParallelTarget, section: Mapping[str, Any], topol
 
     Raises:
         NoMoELayerError: The parser finds none.
-        ValueError: The number of experts isn't divisible by the expert parallel size.
+        SetupError: The number of experts isn't divisible by the expert parallel size.
     """
     from deepspeed.module_inject.auto_ep import AutoEP
     from deepspeed.module_inject.auto_ep_config import parse_autoep_config
@@ -136,12 +137,12 @@ def check_declared_configs(root: nn.Module, requested_preset: str | None, topolo
     Raises:
         UnsupportedModelError: No preset computes the config's model type.
         NoMoELayerError: The config has no experts.
-        ValueError: The number of experts isn't divisible by the expert parallel size.
+        SetupError: The number of experts isn't divisible by the expert parallel size.
     """
     from deepspeed.module_inject.auto_ep_presets.registry import get_preset
 
     declared = {n: c for n, c in vars(root).items() if isinstance(getattr(c, "model_type", None), str)}
-    failures: list[ValueError] = []
+    failures: list[SetupError] = []
     for name, config in declared.items():
         where = f"{type(root).__name__}.{name} (model_type={config.model_type!r})"
         try:
@@ -213,6 +214,6 @@ def _outermost_configured(root: nn.Module) -> list[tuple[str, nn.Module]]:
     for path, module in root.named_modules():
         inside = any(path.startswith(f"{outer}.") or outer == "" for outer, _ in found)
         # A LightningModule may carry the config of the model that it holds: only a PreTrainedModel is a model.
-        if not inside and hasattr(getattr(module, "config", None), "model_type") and hasattr(module, "save_pretrained"):
+        if not inside and hasattr(module, "save_pretrained") and hasattr(module.config, "model_type"):
             found.append((path, module))
     return found

@@ -6,6 +6,8 @@ doesn't know but whose layers are the same function, and refuses those that only
 
 from __future__ import annotations
 
+from lightning_zero3.config import SetupError
+
 # Model types that DeepSpeed has no name for, with the preset whose mathematics is theirs.
 _PRESETS: dict[str, str] = {
     # Sigmoid scores, a correction bias for the choice only, group-limited top-k, shared experts: DeepSeek-V3's router.
@@ -20,7 +22,7 @@ _REFUSED: dict[str, str] = {
 }
 
 
-class UnsupportedModelError(ValueError):
+class UnsupportedModelError(SetupError):
     """AutoEP has no preset that computes what this model computes."""
 
 

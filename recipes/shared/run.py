@@ -8,6 +8,7 @@ import warnings
 from dataclasses import dataclass, fields
 from math import gcd
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,6 +18,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch.utils.data import DataLoader
 
 from lightning_zero3 import Zero3FastStrategy, Zero3Monitor
+from lightning_zero3.config import SetupError
 from lightning_zero3.metrics.summary import read_metrics, summarise
 from shared.data import PackedTokens, load_tokens, unigram_entropy
 from shared.module import CausalLanguageModel
@@ -55,13 +57,13 @@ class Settings:
         """These settings with those that the user gave; None means not given.
 
         Raises:
-            ValueError: A number that must be positive isn't.
+            SetupError: A number that must be positive isn't.
         """
         merged = {field.name: getattr(self, field.name) for field in fields(self)}
         merged.update({name: value for name, value in given.items() if value is not None})
         for name in ("sequence_length", "micro_batch_size", "max_steps", "expert_parallel_size", "max_tokens"):
             if merged[name] is not None and merged[name] < 1:
-                raise ValueError(f"--{name} {merged[name]}: 1 or more.")
+                raise SetupError(f"--{name} {merged[name]}: 1 or more.")
         return Settings(**merged)
 
 
@@ -110,18 +112,26 @@ def train(
         The run's folder, with ``metrics.csv``, TensorBoard's files and ``chart.png``.
 
     Raises:
-        ValueError: Data, tokenizer, sizes or this machine don't fit the settings; before any process group exists.
+        SetupError: Data, tokenizer, sizes or this machine don't fit the settings; before any process group exists.
     """
     _quiet_known_noise()
     if settings.needs_gpu and not torch.cuda.is_available():
-        raise ValueError(f"{name} needs GPUs, and PyTorch sees none on this machine. --size tiny runs anywhere.")
-    stream = load_tokens(data, tokenizer=tokenizer, text_field=text_field, max_tokens=settings.max_tokens)
+        raise SetupError(f"{name} needs GPUs, and PyTorch sees none on this machine. --size tiny runs anywhere.")
+    try:
+        stream = load_tokens(data, tokenizer=tokenizer, text_field=text_field, max_tokens=settings.max_tokens)
+        samples = PackedTokens(stream, settings.sequence_length)
+        output.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError, ImportError) as error:
+        raise SetupError(str(error)) from error
     if stream.vocab_size > config.vocab_size:
-        raise ValueError(
+        raise SetupError(
             f"The tokenizer has {stream.vocab_size:,} tokens, the model's vocabulary {config.vocab_size:,}. Choose a "
             "tokenizer that fits the model."
         )
-    samples = PackedTokens(stream, settings.sequence_length)
+    if settings.sequence_length > config.max_position_embeddings:
+        raise SetupError(
+            f"--sequence_length {settings.sequence_length}: the model has {config.max_position_embeddings} positions."
+        )
     entropy = unigram_entropy(stream.tokens)
 
     csv = CSVLogger(output, name="", flush_logs_every_n_steps=10)
@@ -169,7 +179,10 @@ def train(
         print_table(summarise(metrics), title=name)
         draw_chart(metrics, run_dir / "chart.png", title=name, entropy=entropy)
         print(f"Unigram entropy of the data: {entropy:.3f} nats; a loss below it has learned from context.")
-        print(f"Chart: {run_dir / 'chart.png'}   Logs: {run_dir / 'metrics.csv'}, tensorboard --logdir {output}")
+        print(
+            f"Chart: {run_dir / 'chart.png'}   Logs: {run_dir / 'metrics.csv'}, "
+            f"tensorboard --logdir {quote(str(output))}"
+        )
     return run_dir
 
 
