@@ -78,3 +78,27 @@ def test_buffers_are_not_rounded_by_a_bf16_build(ranks):
         assert [name for name in seen["different"] if not name.endswith("mlp.gate.weight")] == []
         assert seen["inv_freq"] == {torch.float32}
         assert all(0 < loss < 10 for loss in seen["losses"])
+
+
+class Tied(BuiltSmall):
+    def __init__(self, reference: dict[str, torch.Tensor]) -> None:
+        super().__init__(reference)
+        self.config = tiny_glm(n_routed_experts=4, tie_word_embeddings=True)
+
+
+def tied() -> tuple[bool, list[float]]:
+    module = Tied({})
+    module.reference = {}
+    torch.manual_seed(5)
+    whole = build_from_config(Glm4MoeForCausalLM, module.config)
+    module.reference = {n: v.detach() for n, v in [*whole.named_parameters(), *whole.named_buffers()]}
+    fit(module, Sentences(module.config.vocab_size), Zero3FastStrategy(), steps=2)
+    assert module.different == []
+    model = module.some_odd_name
+    return model.lm_head.weight is model.model.embed_tokens.weight, module.losses
+
+
+def test_tied_weights_stay_tied(ranks):
+    for same, losses in ranks(2).run(tied):
+        assert same
+        assert all(0 < loss < 10 for loss in losses)

@@ -16,7 +16,7 @@ def run(strategy: Any = "zero3_fast") -> tuple[Any, list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = fit(Regression(), Pairs(), strategy)
-    return trainer, [str(w.message) for w in caught if "lightning_zero3" in str(w.message)]
+    return trainer, [str(w.message) for w in caught if "zero3_fast" in str(w.message)]
 
 
 CALLERS = {
@@ -94,3 +94,52 @@ def test_the_installed_release_has_every_hook_and_our_parts_step_aside_where_it_
     assert not any(seen["missing"].values())
     for name, mended in seen["mended"].items():
         assert seen["switches"][name] is not mended, name
+
+
+def another_class() -> list[str]:
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
+
+    from lightning_zero3.optimizer.stage3 import FastStage3Optimizer
+
+    # As in a release whose engine builds an optimizer of its own.
+    with substituted(FastStage3Optimizer, "with_switches", lambda _: Stage3):
+        return run()[1]
+
+
+def test_an_engine_that_builds_another_optimizer_is_warned_about(ranks):
+    (message,) = ranks(1).run(another_class)[0]
+    assert "DeepSpeedZeroOptimizer_Stage3 instead of FastStage3Optimizer" in message
+
+
+def evaluated() -> dict[str, Any]:
+    import lightning.pytorch as pl
+    import torch
+    from torch.utils.data import DataLoader
+
+    class Validated(Regression):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            x, y = batch
+            self.log("val", ((self.net(x).float() - y.float()) ** 2).mean(), sync_dist=True)
+
+        def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self.net(batch[0])
+
+    loader = DataLoader(Pairs(length=8), batch_size=2)
+    config = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    trainer = fit(Validated(), Pairs(), Zero3FastStrategy(config), limit_val_batches=0)
+    module = trainer.lightning_module
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    other = pl.Trainer(
+        strategy=Zero3FastStrategy(config), accelerator="cpu", devices=torch.distributed.get_world_size(), **quiet
+    )
+    value = other.validate(module, loader, verbose=False)[0]["val"]
+    predictions = other.predict(module, loader)
+    return {"value": value, "dtype": str(predictions[0].dtype), "count": len(predictions)}
+
+
+def test_validation_and_prediction_after_fit_compute_as_in_fit(ranks):
+    first, second = ranks(2).run(evaluated)
+    assert first["value"] == second["value"] > 0
+    # Autocast is kept; stock Lightning's own inference config drops it.
+    assert first["dtype"] == "torch.bfloat16"
+    assert first["count"] == 2

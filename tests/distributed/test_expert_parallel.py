@@ -55,6 +55,28 @@ def test_losses_equal_the_run_without_expert_parallelism(ranks, size, nested):
     assert plain[0]["losses"] != plain[1]["losses"]
 
 
+def under_another_name(preset: str | None) -> list[float]:
+    config = tiny_glm(n_routed_experts=4)
+    model = build_glm(config, seed=5)
+    # As a user's own architecture would be, with a router that one of DeepSpeed's presets computes.
+    model.config.model_type = "somebodys_moe"
+    strategy = Zero3FastStrategy(expert_parallel_size=1, expert_parallel_preset=preset)
+    module = Language(model)
+    if preset is None:
+        with pytest.raises(ValueError, match="pass it as expert_parallel_preset"):
+            fit(module, Sentences(config.vocab_size), strategy, steps=STEPS)
+    else:
+        fit(module, Sentences(config.vocab_size), strategy, steps=STEPS)
+    return module.losses
+
+
+def test_a_preset_that_was_asked_for_is_used(ranks):
+    assert ranks(1).run(under_another_name, None) == [[]]
+    named = ranks(1).run(under_another_name, "deepseek_v3")[0]
+    known = ranks(1).run(losses, 1, False)[0]["losses"]
+    assert named == known
+
+
 def second_fit() -> str:
     config = tiny_glm(n_routed_experts=4)
     module = Language(build_glm(config, seed=5))

@@ -160,9 +160,23 @@ def scope_of_a_clear() -> dict[str, Any]:
     optimizer._clear_scope = None
     cleared = [{parameter.grad is None for parameter in group} for group in groups]
     resets = (optimizer.micro_step_id, optimizer._epilogue_ran_this_backward)
+    for parameter in groups[1]:
+        parameter.grad = torch.ones_like(parameter.data)
+    optimizer._clear_scope = 1
+    optimizer.zero_grad(set_to_none=False)
+    optimizer._clear_scope = None
+    kept = {parameter.grad is not None for parameter in groups[1]}
+    for parameter in groups[1]:
+        parameter.grad = None
     optimizer.zero_grad()
     everything = {parameter.grad is None for group in groups for parameter in group}
-    return {"cleared": cleared, "resets": resets, "everything": everything, "same": optimizer.fp16_groups is groups}
+    return {
+        "cleared": cleared,
+        "resets": resets,
+        "everything": everything,
+        "kept": kept,
+        "same": optimizer.fp16_groups is groups,
+    }
 
 
 def test_a_scoped_clear_makes_both_resets_and_touches_its_sub_group_alone(ranks):
@@ -170,6 +184,8 @@ def test_a_scoped_clear_makes_both_resets_and_touches_its_sub_group_alone(ranks)
     assert seen["cleared"] == [{index == 2} for index in range(4)]
     assert seen["resets"] == (0, False)
     assert seen["everything"] == {True}
+    # What upstream's argument says is passed on: zeroed in place, not let go of.
+    assert seen["kept"] == {True}
     assert seen["same"]
 
 

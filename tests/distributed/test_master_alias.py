@@ -171,3 +171,83 @@ def test_offload_of_shared_states_is_refused_in_words(ranks):
         assert "alias_master_weights=False" in message
         assert f"asked for {asked}," in message
     assert all("FusedAdam" in message for message in ranks(1).run(offload_aliased, False)[0])
+
+
+def edited() -> tuple[float, float, int]:
+    import deepspeed
+
+    trainer = fit(Regression(), Pairs(), Zero3FastStrategy(copy.deepcopy(ZERO)), steps=1)
+    parameter = trainer.lightning_module.net[0].weight
+    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+        parameter.data.fill_(0.5)
+    optimizer = optimizer_of(trainer)
+    index = next(i for i, group in enumerate(optimizer.fp16_groups) if any(p is parameter for p in group))
+    master = optimizer.fp32_partitioned_groups_flat[index]
+    return float(master[0]), float(parameter.ds_tensor[0]), len(optimizer.aliased_sub_groups())
+
+
+def test_an_edit_of_gathered_weights_reaches_the_master(ranks):
+    master, weight, aliased = ranks(1).run(edited)[0]
+    assert master == weight == 0.5
+    assert aliased > 0
+
+
+def checkpoints(folder: str) -> None:
+    """Saved by one, loaded by the other, trained on: the bits of the run that never stopped."""
+    from tests.engines import build, micro_step
+
+    for name, saves_stock in (("ours", False), ("stock", True)):
+        whole = build(stock=saves_stock)
+        for step in range(2):
+            micro_step(whole, step)
+        whole.save_checkpoint(folder, tag=name)
+        resumed = build(stock=not saves_stock)
+        resumed.load_checkpoint(folder, tag=name)
+        for engine in (whole, resumed):
+            for step in range(2, 4):
+                micro_step(engine, step)
+        assert_equal_bits(tensors_of(whole.optimizer), tensors_of(resumed.optimizer))
+        ours = resumed.optimizer if saves_stock else whole.optimizer
+        assert len(ours.aliased_sub_groups()) == len(ours.fp16_groups)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_checkpoints_load_both_ways_between_ours_and_stock(ranks, world_size, tmp_path):
+    ranks(world_size).run(checkpoints, str(tmp_path))
+
+
+def another_layout() -> str:
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
+
+    from lightning_zero3.substitution import substituted
+    from tests.engines import build
+
+    assert isinstance(build().optimizer.device, str)
+    real = Stage3._create_fp32_partitions
+
+    def copies_all_the_same(self: Any) -> None:
+        self.device = str(self.device)
+        real(self)
+
+    with (
+        substituted(Stage3, "_create_fp32_partitions", copies_all_the_same),
+        pytest.raises(RuntimeError, match="should share its weights") as caught,
+    ):
+        build()
+    return str(caught.value)
+
+
+def test_a_release_that_does_not_alias_where_it_should_is_noticed(ranks):
+    assert "alias_master_weights=False" in ranks(1).run(another_layout)[0]
+
+
+@pytest.mark.parametrize("moved", ["offload_optimizer", "offload_param", "swap_optimizer", "zenflow"])
+def test_whatever_moves_weights_or_masters_keeps_two_copies(moved):
+    from lightning_zero3.optimizer.master_alias import MasterAlias
+
+    class Optimizer(MasterAlias):
+        offload_optimizer = offload_param = swap_optimizer = zenflow = False
+
+    assert not Optimizer()._keeps_two_copies()
+    setattr(Optimizer, moved, True)
+    assert Optimizer()._keeps_two_copies()

@@ -46,7 +46,7 @@ def logged(folder: str, training: float, validation: float, options: dict[str, A
         trainer = fit(
             Slow(training, validation), Pairs(), "zero3_fast", logger=logger, callbacks=[Zero3Monitor()], **options
         )
-    assert "microstep" not in printed.getvalue()
+    assert "time (ms)" not in printed.getvalue()
     assert trainer.strategy.model.wall_clock_breakdown()
     torch.distributed.barrier()
     return read_metrics(f"{folder}/run/metrics.csv") if trainer.is_global_zero else {}
@@ -114,32 +114,127 @@ def test_one_gather_per_logged_step_and_none_on_others(ranks):
     assert ranks(2).run(collectives, 3) == [(2, 2), (2, 2)]
 
 
-def tokens() -> dict[str, float]:
+def tokens(options: dict[str, Any]) -> dict[str, float]:
     config = tiny_glm()
     trainer = fit(
         Language(build_glm(config, seed=1)),
         Sentences(config.vocab_size, sequence_length=16),
         Zero3FastStrategy(),
-        steps=2,
+        steps=4,
         callbacks=[Zero3Monitor()],
+        **options,
     )
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-def test_tokens_per_second_are_of_all_ranks_over_the_slowest_step(ranks):
-    for metrics in ranks(2).run(tokens):
+@pytest.mark.parametrize(
+    ("options", "micro_steps"),
+    [({}, 1), ({"accumulate_grad_batches": 3}, 3), ({"log_every_n_steps": 2}, 1)],
+    ids=["plain", "accumulated", "every other step"],
+)
+def test_tokens_per_second_are_of_all_ranks_over_the_slowest_step(ranks, options, micro_steps):
+    for metrics in ranks(2).run(tokens, options):
         # Two ranks, two samples each, sixteen tokens each.
-        expected = 2 * 2 * 16 / (metrics[names.STEP_TOTAL] / 1e3)
+        expected = micro_steps * 2 * 2 * 16 / (metrics[names.STEP_TOTAL] / 1e3)
         assert metrics[names.TOKENS_PER_SECOND] == pytest.approx(expected, rel=1e-4)
 
 
-def shown() -> dict[str, list[str]]:
-    trainer = fit(Regression(), Pairs(), "zero3_fast", steps=2, callbacks=[Zero3Monitor()])
+class SlowPairs(Pairs):
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.05)
+        return super().__getitem__(index)
+
+
+def waits(accumulate: int) -> float:
+    trainer = fit(
+        Regression(), SlowPairs(), "zero3_fast", steps=2, accumulate_grad_batches=accumulate, callbacks=[Zero3Monitor()]
+    )
+    return float(trainer.callback_metrics[names.DATA_WAIT])
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_the_wait_for_data_is_of_all_micro_steps_and_nothing_else(ranks, accumulate):
+    # Two samples of 50 ms a micro-step.
+    waited = ranks(1).run(waits, accumulate)[0]
+    assert accumulate * 100 <= waited < accumulate * 100 + 100
+
+
+def test_validation_between_two_micro_steps_takes_nothing_from_their_step(ranks, tmp_path):
+    options = {"accumulate_grad_batches": 2, "val_check_interval": 3, "limit_val_batches": 1, "num_sanity_val_steps": 0}
+    metrics = ranks(1).run(logged, str(tmp_path), 0.2, 0.5, options)[0]
+    for step, total in metrics[names.STEP_TOTAL].items():
+        # Two forwards of 200 ms; a validation of 500 ms in between doesn't count, and doesn't cut the first one off.
+        assert 400 <= total < 700, step
+
+
+def misaligned(folder: str) -> dict[str, dict[int, float]]:
+    logger = CSVLogger(folder, name="", version="run")
+    trainer = fit(
+        Regression(),
+        Pairs(length=8),
+        "zero3_fast",
+        steps=6,
+        accumulate_grad_batches=3,
+        logger=logger,
+        callbacks=[Zero3Monitor()],
+    )
+    assert trainer.global_step == 6
+    return read_metrics(f"{folder}/run/metrics.csv")
+
+
+def test_a_step_that_the_engine_does_not_take_has_no_engine_times(ranks, tmp_path):
+    # Four batches an epoch: Lightning steps after 3 and, at the epoch's end, after 1; the engine counts on.
+    metrics = ranks(1).run(misaligned, str(tmp_path))[0]
+    assert sorted(metrics[names.STEP_TOTAL]) == [0, 1, 2, 3, 4, 5]
+    assert 0 < len(metrics[names.STEP_MICROSTEP]) < 6
+    # An engine step that updates nothing takes a few microseconds.
+    assert min(metrics[names.STEP_MICROSTEP].values()) > 0.1
+
+
+class Manual(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        self.optimizers().step()
+
+
+def manual() -> list[str]:
+    trainer = fit(Manual(), Pairs(), "zero3_fast", callbacks=[Zero3Monitor()])
+    assert len(trainer.lightning_module.losses) == 5
+    return sorted(trainer.logged_metrics)
+
+
+def test_manual_optimization_goes_on_without_the_engines_timers(ranks):
+    seen = ranks(1).run(manual)[0]
+    assert names.STEP_TOTAL in seen
+    assert names.STEP_MICROSTEP not in seen
+
+
+def printed_by(config: dict[str, Any]) -> bool:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        fit(Regression(), Pairs(), Zero3FastStrategy(config), steps=2, callbacks=[Zero3Monitor()])
+    return "time (ms)" in printed.getvalue()
+
+
+def test_timer_lines_that_the_user_asked_for_stay(ranks):
+    assert ranks(1).run(printed_by, {"wall_clock_breakdown": True}) == [True]
+    assert ranks(1).run(printed_by, {}) == [False]
+
+
+def shown(progress_bar: bool) -> dict[str, list[str]]:
+    monitor = Zero3Monitor(progress_bar=progress_bar)
+    trainer = fit(Regression(), Pairs(), "zero3_fast", steps=2, callbacks=[monitor])
     return {"bar": sorted(trainer.progress_bar_metrics), "logger": sorted(trainer.logged_metrics)}
 
 
 def test_the_progress_bar_shows_step_microstep_and_peak_memory(ranks):
-    seen = ranks(1).run(shown)[0]
+    assert ranks(1).run(shown, False)[0]["bar"] == []
+    seen = ranks(1).run(shown, True)[0]
     assert seen["bar"] == ["host_peak_gib", "step_microstep"]
     assert not set(seen["bar"]) & set(seen["logger"])
     assert not [name for name in seen["logger"] if "allocated" in name or "reserved" in name]

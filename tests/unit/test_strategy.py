@@ -240,12 +240,57 @@ def test_an_evaluation_outside_of_fit_with_expert_parallelism():
         ({**BARE, "bf16": {"enabled": True}}, {}, 'precision="32-true"'),
         ({**BARE, "torch_autocast": {"enabled": True}}, {"precision": "bf16-mixed"}, "torch_autocast"),
         ({**BARE, "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}, {}, "train_batch_size to 8"),
+        ({**BARE, "train_batch_size": 8}, {}, "train_micro_batch_size_per_gpu 2 ×"),
     ],
 )
 def test_a_conflict_with_the_trainer(config, options, message):
     before = copy.deepcopy(config)
     assert message in refused(ConfigConflictError, Zero3FastStrategy(config), Regression(), Pairs(), **options)
     assert config == before
+
+
+def test_an_accelerator_that_is_neither_a_gpu_nor_a_cpu():
+    class Other(pl.accelerators.CPUAccelerator.__mro__[1]):
+        def setup_device(self, device: Any) -> None: ...
+        def get_device_stats(self, device: Any) -> dict: ...
+        def teardown(self) -> None: ...
+        @staticmethod
+        def parse_devices(devices: Any) -> Any:
+            return devices
+
+        @staticmethod
+        def get_parallel_devices(devices: Any) -> list:
+            return [torch.device("cpu")] * devices
+
+        @staticmethod
+        def auto_device_count() -> int:
+            return 1
+
+        @staticmethod
+        def is_available() -> bool:
+            return True
+
+        @staticmethod
+        def name() -> str:
+            return "other"
+
+    trainer = trainer_for("zero3_fast", accelerator=Other())
+    with pytest.raises(RuntimeError, match="not with Other"):
+        trainer.strategy.setup_environment()
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_config_property_that_raises_is_not_asked():
+    class Raising(Language):
+        @property
+        def config(self) -> Any:
+            raise RuntimeError("not yet")
+
+    config = tiny_glm(n_routed_experts=3, n_group=1, topk_group=1)
+    module = Raising(build_glm(config, seed=1))
+    trainer = trainer_for(Zero3FastStrategy(expert_parallel_size=2))
+    with pytest.raises(ValueError, match="doesn't divide the 1 ranks"):
+        trainer.fit(module, DataLoader(Sentences(config.vocab_size), batch_size=2))
 
 
 def test_an_accelerator_that_deepspeed_was_not_imported_for(monkeypatch):

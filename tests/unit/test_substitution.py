@@ -67,3 +67,28 @@ def test_what_the_block_itself_sets_does_not_survive() -> None:
     with substituted(owner, "value", "replacement"):
         owner.value = "set inside"
     assert owner.value == "original"
+
+
+def test_an_inherited_name_does_not_stay_behind() -> None:
+    class Base:
+        def name(self) -> str:
+            return "base"
+
+    class Derived(Base):
+        pass
+
+    with substituted(Derived, "name", lambda self: "derived"):
+        assert Derived().name() == "derived"
+    assert Derived().name() == "base"
+    assert "name" not in vars(Derived)
+
+
+def test_a_static_method_comes_back_as_one() -> None:
+    class Owner:
+        @staticmethod
+        def double(number: int) -> int:
+            return 2 * number
+
+    with substituted(Owner, "double", staticmethod(lambda number: 3 * number)):
+        assert Owner().double(2) == 6
+    assert Owner().double(2) == 4
