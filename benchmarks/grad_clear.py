@@ -3,6 +3,8 @@
     python benchmarks/grad_clear.py [--json PATH] [--chart PATH] [--also PYTHON ...]
 
 735 parameters (GLM-4.5-Air's number) in 1, 16, 137 and 512 sub-groups. Both arms step in alternation in one process.
+Then the census of two small models of the reports' architectures, with every parameter a sub-group of its own and the
+clear left to DeepSpeed: how many visits find a live gradient, and what a visit costs.
 ``--also .venv-oldest/bin/python`` repeats it with another environment's DeepSpeed and puts both into one report.
 """
 
@@ -105,6 +107,68 @@ def measure(sub_groups: int) -> dict[str, Any]:
     return result
 
 
+def language_models() -> dict[str, nn.Module]:
+    """GLM-4.5-Air's and Qwen3.5-MoE's architectures at tiny widths."""
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+    from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
+    from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeForCausalLM
+
+    size = {"vocab_size": 128, "hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 8, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts_per_tok": 2}
+    glm = Glm4MoeConfig(**size, **heads, intermediate_size=64, n_routed_experts=4, attention_bias=True)
+    qwen = Qwen3_5MoeTextConfig(
+        **size,
+        **heads,
+        shared_expert_intermediate_size=16,
+        num_experts=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+    )
+    return {"GLM-4.5-Air": Glm4MoeForCausalLM(glm), "Qwen3.5-MoE": Qwen3_5MoeForCausalLM(qwen)}
+
+
+def census(model: nn.Module) -> dict[str, Any]:
+    """Train a language model for a few steps with DeepSpeed's own clear, and count."""
+    from lightning_zero3.config import Zero3Options
+    from lightning_zero3.engine import build_training_engine
+    from lightning_zero3.optimizer.switches import Switches
+
+    engine, optimizer = build_training_engine(
+        model,
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True},
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": 3, "sub_group_size": 1, "reduce_bucket_size": 100_000},
+        },
+        optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),
+        lr_scheduler=None,
+        local_rank=0,
+        switches=Switches.from_options(Zero3Options(scoped_grad_clear=False)),
+        target=None,
+    )
+    optimizer.start_grad_clear_census()
+    per_visit = []
+    for number in range(WARM_UP + STEPS):
+        ids = torch.randint(0, 128, (1, 16), generator=torch.Generator().manual_seed(number))
+        engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
+        engine.step()
+        if number >= WARM_UP:
+            per_visit.append(1e6 * optimizer.grad_clear_census.seconds / optimizer.grad_clear_census.visits)
+    counted = optimizer.grad_clear_census
+    result = {
+        "sub_groups": len(optimizer.fp16_groups),
+        "parameters": sum(map(len, optimizer.fp16_groups)),
+        "visits": counted.visits,
+        "live": counted.live,
+        "microseconds_per_visit": statistics.median(per_visit),
+    }
+    engine.destroy()
+    return result
+
+
 def draw(reports: list[dict[str, Any]], path: Path) -> None:
     """Visits and clear time against sub-groups, one line per release and arm."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -156,6 +220,7 @@ def run_here() -> dict[str, Any]:
     return {
         "versions": {"python": platform.python_version(), **{name: version(name) for name in names}},
         "cases": [measure(sub_groups) for sub_groups in SUB_GROUPS],
+        "models": {name: census(model) for name, model in language_models().items()},
     }
 
 
@@ -201,6 +266,15 @@ def main() -> None:
                 ),
             ]
             print(f"{report['versions']['deepspeed']:>10}{case['sub_groups']:>12}" + "".join(columns))
+    print(
+        f"\n{'DeepSpeed':>10}{'model':>16}{'sub-groups':>12}{'parameters':>12}{'visits':>10}{'live':>6}{'µs/visit':>10}"
+    )
+    for report in reports:
+        for name, seen in report["models"].items():
+            print(
+                f"{report['versions']['deepspeed']:>10}{name:>16}{seen['sub_groups']:>12}{seen['parameters']:>12}"
+                f"{seen['visits']:>10,}{seen['live']:>6}{seen['microseconds_per_visit']:>10.2f}"
+            )
     if options.json:
         options.json.write_text(json.dumps({"reports": reports}, indent=2) + "\n")
     if options.chart:

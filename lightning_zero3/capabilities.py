@@ -1,7 +1,8 @@
-"""What the installed DeepSpeed already does, found by reading its code objects, not its version number.
+"""What the installed DeepSpeed, Lightning and Transformers do and allow, found by probing, not by version numbers.
 
-Each :class:`UpstreamFix` is one thing that this package works around: where, why, how it is detected and what ends it.
-A part steps aside where upstream has the fix, and where upstream no longer calls what the part hangs on.
+Each :class:`UpstreamFix` is one thing in DeepSpeed's Stage-3 optimizer that this package works around: where, why, how
+it is detected and what ends it. A part steps aside where upstream has the fix, and where upstream no longer calls what
+the part hangs on. Each :class:`UpstreamLimit` is one thing that the installed packages can't do together.
 """
 
 from __future__ import annotations
@@ -154,3 +155,103 @@ def parts_to_leave_out(stage3: type[Any]) -> dict[str, str | None]:
 
 def _calls(stage3: type[Any], caller: str, callee: str) -> bool:
     return hasattr(stage3, caller) and callee in referenced_names(getattr(stage3, caller))
+
+
+@dataclass(frozen=True)
+class UpstreamLimit:
+    """Something that the installed packages can't do, so that we refuse it or do it in another way.
+
+    Args:
+        name: A short name.
+        symbol: The upstream symbol.
+        reason: What is missing or doesn't fit.
+        affected: Releases in which it was seen.
+        present: Probes the installed packages.
+        consequence: What a user is told, or what we do instead.
+        expires: What ends it.
+    """
+
+    name: str
+    symbol: str
+    reason: str
+    affected: str
+    present: Callable[[], bool]
+    consequence: str
+    expires: str
+
+
+def output_recorders_break() -> bool:
+    """Whether DeepSpeed's AutoEP can't talk to Transformers' registry of output recorders.
+
+    DeepSpeed uses it as a dict of strings, with a default; from Transformers 5.23 on it is keyed by the model.
+    """
+    try:
+        from transformers.utils import output_capturing
+
+        output_capturing._CAN_RECORD_REGISTRY.get("a name that nothing has", None)
+    except ImportError:
+        return False
+    except (TypeError, AttributeError):
+        return True
+    return False
+
+
+def needs_output_recorders(preset: str) -> bool:
+    """Whether an AutoEP preset moves Transformers' output recorders to the layers that it puts in.
+
+    Args:
+        preset: Name of a preset of the installed DeepSpeed.
+    """
+    from deepspeed.module_inject.auto_ep_presets.base import AutoEPPresetAdapter
+    from deepspeed.module_inject.auto_ep_presets.registry import get_preset, get_preset_adapter
+
+    adapter = type(get_preset_adapter(get_preset(preset).preset_adapter))
+    unmoved = AutoEPPresetAdapter.retarget_transformers_output_recorders
+    return bool(adapter.retarget_transformers_output_recorders is not unmoved)
+
+
+def lacks_partitioned_initialisation() -> bool:
+    """Whether Transformers has no way to initialise weights that are partitioned already."""
+    try:
+        from transformers.integrations.deepspeed import initialize_weights_zero3  # noqa: F401
+    except ImportError:
+        return True
+    return False
+
+
+def lightning_refuses_cpu() -> bool:
+    """Whether Lightning's own strategy refuses anything but CUDA."""
+    from lightning.pytorch.strategies import DeepSpeedStrategy
+
+    return "CUDAAccelerator" in referenced_names(DeepSpeedStrategy.setup_environment)
+
+
+OUTPUT_RECORDERS = UpstreamLimit(
+    name="output recorders",
+    symbol="transformers.utils.output_capturing._CAN_RECORD_REGISTRY",
+    reason="is keyed by the model, while DeepSpeed's AutoEP adapters use it as a dict of strings",
+    affected="Transformers 5.23 and later with DeepSpeed 0.19.8 and earlier",
+    present=output_recorders_break,
+    consequence="presets that move recorders (mixtral, qwen3_moe, qwen3_5_moe, minimax_m3) are refused",
+    expires="DeepSpeed passes the model",
+)
+PARTITIONED_INITIALISATION = UpstreamLimit(
+    name="partitioned initialisation",
+    symbol="transformers.integrations.deepspeed.initialize_weights_zero3",
+    reason="is missing, so weights that are partitioned already can't be initialised",
+    affected="Transformers before 5.2x",
+    present=lacks_partitioned_initialisation,
+    consequence="build_from_config in configure_model is refused; models are built in __init__",
+    expires="the oldest supported Transformers has it",
+)
+LIGHTNING_ON_CPU = UpstreamLimit(
+    name="Lightning on a CPU",
+    symbol="lightning.pytorch.strategies.DeepSpeedStrategy.setup_environment",
+    reason="refuses every accelerator but CUDA",
+    affected="Lightning 2.6.6 and earlier",
+    present=lightning_refuses_cpu,
+    consequence="our strategy sets the environment up itself",
+    expires="Lightning allows CPUs",
+)
+
+UPSTREAM_LIMITS = (OUTPUT_RECORDERS, PARTITIONED_INITIALISATION, LIGHTNING_ON_CPU)

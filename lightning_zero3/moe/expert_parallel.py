@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_zero3.capabilities import OUTPUT_RECORDERS, needs_output_recorders, output_recorders_break
 from lightning_zero3.config import SetupError
 from lightning_zero3.moe.presets import UnsupportedModelError, resolve_preset
 from lightning_zero3.substitution import substituted
@@ -95,6 +96,7 @@ def check_layers(target: ExpertParallelTarget, section: Mapping[str, Any], topol
         The number of MoE layers that will be replaced.
 
     Raises:
+        UnsupportedModelError: The preset doesn't work with the installed Transformers.
         NoMoELayerError: The parser finds none.
         SetupError: The number of experts isn't divisible by the expert parallel size.
     """
@@ -114,6 +116,12 @@ def check_layers(target: ExpertParallelTarget, section: Mapping[str, Any], topol
             f"{', '.join(name for name, _ in target.module.named_children()) or 'none'}. Is the model's configuration "
             f"dense, or does another expert_parallel_preset fit it?"
         ) from error
+    if needs_output_recorders(target.preset) and output_recorders_break():
+        raise UnsupportedModelError(
+            f"AutoEP's preset {target.preset!r}, for {where}, doesn't work with this pair of DeepSpeed and "
+            f"Transformers: {OUTPUT_RECORDERS.symbol} {OUTPUT_RECORDERS.reason}. Install transformers<5.23, or leave "
+            "expert_parallel_size out."
+        )
     for layer in layers:
         topology.require_experts_divide(
             layer.num_experts, f"{target.path + '.' if target.path else ''}{layer.moe_module_name}"

@@ -16,9 +16,12 @@ from lightning_zero3.capabilities import (
     GRAD_CLEAR,
     MASTER_ALIAS,
     UPSTREAM_FIXES,
+    UPSTREAM_LIMITS,
     UpstreamFix,
+    UpstreamLimit,
     aliases_master_weights,
     clears_once_per_step,
+    output_recorders_break,
     referenced_names,
 )
 
@@ -184,3 +187,24 @@ def test_every_fix_reads_the_method_that_it_names() -> None:
     assert not GRAD_CLEAR.mended(ClearsPerSubGroup)
     assert MASTER_ALIAS.mended(ComparesDevices)
     assert not MASTER_ALIAS.mended(ComparesWithAString)
+
+
+@pytest.mark.parametrize("limit", UPSTREAM_LIMITS, ids=lambda limit: limit.name)
+def test_every_limit_is_probed_and_explained(limit: UpstreamLimit) -> None:
+    assert isinstance(limit.present(), bool)
+    for text in (limit.symbol, limit.reason, limit.affected, limit.consequence, limit.expires):
+        assert text
+
+
+def test_a_registry_of_strings_is_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.utils import output_capturing
+
+    monkeypatch.setattr(output_capturing, "_CAN_RECORD_REGISTRY", {})
+    assert not output_recorders_break()
+
+    class KeyedByTheModel(dict):
+        def get(self, model):
+            return dict.get(self, str(model.__class__))
+
+    monkeypatch.setattr(output_capturing, "_CAN_RECORD_REGISTRY", KeyedByTheModel())
+    assert output_recorders_break()

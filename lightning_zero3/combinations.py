@@ -1,0 +1,165 @@
+"""What may be combined with ``zero3_fast``, each with its evidence; ``docs/combinations.md`` is made from it.
+
+Later work fills it in. A combination that is neither tested nor refused says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_zero3.capabilities import UPSTREAM_FIXES, UPSTREAM_LIMITS
+
+Status = Literal["tested", "refused", "upstream's path", "untested"]
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One row of the table.
+
+    Args:
+        what: What is combined.
+        status: ``tested``; ``refused``, with a message; ``upstream's path``, where our parts are off; ``untested``.
+        note: What a reader should know.
+        evidence: ``file::function`` of a test; empty only where untested.
+    """
+
+    what: str
+    status: Status
+    note: str = ""
+    evidence: str = ""
+
+
+_D = "tests/distributed"
+
+COMBINATIONS: tuple[Combination, ...] = (
+    Combination(
+        "fp32; bf16 with fp32 masters; bf16 masters and states; torch autocast, 1 and 2 ranks",
+        "tested",
+        "bit for bit stock's, with clipping off, on and saturated, and with accumulation",
+        f"{_D}/test_same_as_stock.py::test_every_switch_gives_stocks_bits",
+    ),
+    Combination(
+        "expert parallel size 1 and 2, fp32 and bf16, 1 and 2 ranks",
+        "tested",
+        "bit for bit stock's optimizer on the same layers",
+        f"{_D}/test_same_as_stock.py::test_expert_parallel_training_has_stocks_bits",
+    ),
+    Combination(
+        "expert parallelism, fp32, against the model as it is",
+        "tested",
+        "losses equal to 5 decimals",
+        f"{_D}/test_expert_parallel.py::test_losses_equal_the_run_without_expert_parallelism",
+    ),
+    Combination(
+        "expert parallelism for Mixtral, Qwen3-MoE, Qwen3.5-MoE, MiniMax-M3",
+        "refused",
+        "where Transformers and DeepSpeed don't fit (5.23 and later with 0.19.8)",
+        "tests/unit/moe/test_expert_parallel.py::test_a_preset_whose_recorders_break_is_refused",
+    ),
+    Combination(
+        "`zero.Init` (a model built in configure_model), with and without expert parallelism",
+        "tested",
+        "",
+        f"{_D}/test_build.py::test_a_model_built_in_partitions_has_the_values_of_a_whole_one",
+    ),
+    Combination(
+        "optimizer on the CPU",
+        "tested",
+        "no alias",
+        f"{_D}/test_step_paths.py::test_cpu_optimizer_offload",
+    ),
+    Combination(
+        "optimizer and parameters on the CPU",
+        "tested",
+        "no alias",
+        f"{_D}/test_master_alias.py::test_nothing_is_shared_when_something_is_offloaded",
+    ),
+    Combination(
+        "optimizer on NVMe, swappable and other sub-groups mixed",
+        "tested",
+        "no alias; upstream's step prepares no gradients there, so it clears none",
+        f"{_D}/test_step_paths.py::test_nvme_swap_with_swappable_and_other_sub_groups_mixed",
+    ),
+    Combination(
+        "a gradient norm that is no number",
+        "tested",
+        "the step is skipped on 0.19.7 and 0.19.8",
+        f"{_D}/test_step_paths.py::test_a_norm_that_is_no_number_skips_the_step",
+    ),
+    Combination(
+        "`offload_states` of weights or masters with the alias on",
+        "refused",
+        "",
+        f"{_D}/test_master_alias.py::test_offload_of_shared_states_is_refused_in_words",
+    ),
+    Combination(
+        "checkpoints of ours loaded by stock, and of stock by ours",
+        "tested",
+        "training goes on bit for bit",
+        f"{_D}/test_master_alias.py::test_checkpoints_load_both_ways_between_ours_and_stock",
+    ),
+    Combination(
+        "validate, predict after fit",
+        "tested",
+        "",
+        f"{_D}/test_capabilities.py::test_validation_and_prediction_after_fit_compute_as_in_fit",
+    ),
+    Combination(
+        "validate, test, predict outside of fit with expert parallelism",
+        "refused",
+        "",
+        "tests/unit/test_strategy.py::test_an_evaluation_outside_of_fit_with_expert_parallelism",
+    ),
+    Combination(
+        "torch autocast with a 16-bit precision",
+        "refused",
+        "DeepSpeed would silently drop autocast",
+        "tests/unit/test_strategy.py::test_a_conflict_with_the_trainer",
+    ),
+    Combination(
+        "a DeepSpeed whose Stage-3 step is laid out in another way",
+        "upstream's path",
+        "with one warning",
+        f"{_D}/test_capabilities.py::test_a_renamed_hook_leaves_stock_behaviour_and_one_warning",
+    ),
+    Combination("fp16", "untested", "DeepSpeed has no fp16 on a CPU"),
+    Combination("CUDA", "untested", "no GPU has been at hand yet"),
+    Combination("tensor parallelism, ZenFlow, SuperOffload, Muon, hpZeRO, torch.compile", "untested"),
+)
+
+
+def markdown() -> str:
+    """The table, and what is known of upstream, as a page."""
+    lines = [
+        "# Combinations",
+        "",
+        "Made from `lightning_zero3/combinations.py` and `capabilities.py` by `python docs/generate.py`.",
+        "",
+        "| what | status | note | evidence |",
+        "|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row.what} | {row.status} | {row.note} | {f'`{row.evidence}`' if row.evidence else ''} |"
+        for row in COMBINATIONS
+    ]
+    lines += [
+        "",
+        "## What is worked around in DeepSpeed's Stage-3 optimizer",
+        "",
+        "| part | upstream symbol | reason | affected | expires when |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [f"| {f.name} | `{f.symbol}` | {f.reason} | {f.affected} | {f.expires} |" for f in UPSTREAM_FIXES]
+    lines += [
+        "",
+        "## What upstream can't do, and what follows",
+        "",
+        "| limit | upstream symbol | reason | affected | here | expires when |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {x.name} | `{x.symbol}` | {x.reason} | {x.affected} | {x.consequence} | {x.expires} |"
+        for x in UPSTREAM_LIMITS
+    ]
+    return "\n".join(lines) + "\n"
