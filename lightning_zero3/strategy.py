@@ -8,7 +8,7 @@ import difflib
 import inspect
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +119,47 @@ class Zero3FastStrategy(DeepSpeedStrategy):
         if not self.config.get("wall_clock_breakdown", False):
             self.config["wall_clock_breakdown"] = True
             self._quiet_timers = True
+
+    def offload_states(
+        self, include: Collection[str] | None = None, pin_memory: bool = True, non_blocking: bool = False
+    ) -> None:
+        """Move optimizer states from the device to the host, to make room between two trainings.
+
+        Args:
+            include: Any of ``"optim_states"``, ``"hp_params"``, ``"lp_params"``, ``"lp_grads"`` and
+                ``"contiguous_grad_buffer"``; None means all. Where weights and masters are aliased, either of
+                ``hp_params`` and ``lp_params`` moves both.
+            pin_memory: Whether the host memory is page-locked.
+            non_blocking: Whether copies may still run on return.
+
+        Raises:
+            ValueError: An unknown state.
+            RuntimeError: There is no engine yet: call it during or after fit.
+        """
+        from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+
+        known = [state.value for state in OffloadStateTypeEnum]
+        for state in include or ():
+            if state not in known:
+                raise ValueError(f"include={list(include or ())}: {state!r} is none of {', '.join(known)}.")
+        states = None if include is None else [OffloadStateTypeEnum(state) for state in include]
+        self._engine().offload_states(include=states, pin_memory=pin_memory, non_blocking=non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Move offloaded states back to the device.
+
+        Args:
+            non_blocking: Whether copies may overlap; they are finished on return.
+
+        Raises:
+            RuntimeError: There is no engine yet: call it during or after fit.
+        """
+        self._engine().reload_states(non_blocking=non_blocking)
+
+    def _engine(self) -> Any:
+        if not hasattr(self.model, "offload_states"):
+            raise RuntimeError("There is no DeepSpeed engine yet, so no states to move: call this during or after fit.")
+        return self.model
 
     def setup_environment(self) -> None:
         """Check everything that can be known, then set up the device and the process group.

@@ -6,6 +6,7 @@ function is named by its file and its name, so any module-level function of a te
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -108,6 +109,9 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int) -> None:
     import deepspeed
 
     deepspeed.init_distributed("gloo", verbose=False)
+    # DeepSpeed collects garbage in every offload: what the imports made must not be walked each time.
+    gc.collect()
+    gc.freeze()
     modules: dict[str, Any] = {}
     while True:
         try:

@@ -5,22 +5,16 @@ review.
 
 Upstream symbol: ``DeepSpeedZeroOptimizer_Stage3._create_fp32_partitions``. It has a branch for this, which never runs:
 it compares ``tensor.device`` with ``self.device``, a string (0.19.7, 0.19.8). The comparison is made true for the
-length of that method. What DeepSpeed does later on the assumption that weights and masters are two storages is handled
-or refused below.
+length of that method. Moving shared storage to the host is the business of :mod:`lightning_zero3.optimizer.moving`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 import torch
 
 from lightning_zero3.optimizer.switches import Switches
-
-
-class AliasedOffloadError(NotImplementedError):
-    """Weights and masters share one storage; moving one of them away would leave the other behind."""
 
 
 class MasterAlias:
@@ -77,26 +71,3 @@ class MasterAlias:
                     f"Sub-group {index} {'should' if agrees else 'should not'} share its weights with its master, but "
                     f"this DeepSpeed's _create_fp32_partitions did otherwise. Pass alias_master_weights=False."
                 )
-
-    def offload_states(self, include: Collection[Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Move optimizer states to the host, as upstream's, except for what is shared.
-
-        Args:
-            include: ``OffloadStateTypeEnum`` members; None means all of them.
-            *args: As upstream's.
-            **kwargs: As upstream's.
-
-        Raises:
-            AliasedOffloadError: Weights or masters are asked for while they share storage.
-        """
-        from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-
-        shared = {OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.lp_params}
-        asked = sorted(state.value for state in (shared if include is None else shared & set(include)))
-        if asked and self.aliased_sub_groups():
-            raise AliasedOffloadError(
-                f"offload_states is asked for {' and '.join(asked)}, but with alias_master_weights=True weights and "
-                "masters share one storage, and moving either alone would corrupt the other. Build the strategy with "
-                "alias_master_weights=False to offload them, or leave them out of `include`."
-            )
-        return super().offload_states(include, *args, **kwargs)  # type: ignore[misc]

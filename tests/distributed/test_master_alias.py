@@ -140,39 +140,6 @@ def test_the_offload_strategy_trains_with_a_torch_optimizer(ranks):
         assert aliased == 0
 
 
-def offload_aliased(alias: bool) -> list[str]:
-    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as States
-
-    from lightning_zero3.optimizer.master_alias import AliasedOffloadError
-
-    strategy = Zero3FastStrategy(copy.deepcopy(ZERO), alias_master_weights=alias)
-    engine = fit(Regression(), Pairs(), strategy, steps=2).strategy.model
-    before = tensors_of(engine.optimizer)
-    # Stock's own refusal is an assertion: it offloads the masters and moments of FusedAdam only.
-    refusal = AliasedOffloadError if alias else AssertionError
-    refused = []
-    for include in (None, [States.hp_params], [States.lp_params, States.hp_params]):
-        with pytest.raises(refusal) as caught:
-            engine.optimizer.offload_states(include=include)
-        refused.append(str(caught.value))
-    if alias:
-        # What isn't shared goes through, and nothing has moved.
-        engine.optimizer.offload_states(include=[States.contiguous_grad_buffer])
-        engine.optimizer.reload_states()
-        assert_equal_bits(before, tensors_of(engine.optimizer))
-    return refused
-
-
-def test_offload_of_shared_states_is_refused_in_words(ranks):
-    refused = ranks(1).run(offload_aliased, True)[0]
-    for message, asked in zip(
-        refused, ["hp_params and lp_params", "hp_params", "hp_params and lp_params"], strict=True
-    ):
-        assert "alias_master_weights=False" in message
-        assert f"asked for {asked}," in message
-    assert all("FusedAdam" in message for message in ranks(1).run(offload_aliased, False)[0])
-
-
 def edited() -> tuple[float, float, int]:
     import deepspeed
 

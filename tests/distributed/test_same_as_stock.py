@@ -68,7 +68,7 @@ def expert_parallel(precision: str, size: int) -> list[float]:
             model,
             stock=stock,
             target=find_target(model),
-            sub_group_size=5000,
+            sub_group_size=1500,
             gradient_clipping=0.5,
             expert_parallel={"enabled": True, "autoep_size": size, "preset_model": "deepseek_v3"},
             **PRECISIONS[precision],

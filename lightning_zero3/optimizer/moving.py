@@ -1,0 +1,173 @@
+"""Moving an aliased optimizer's states to the host and back, exactly.
+
+Weights and masters share one storage, so they move together, whichever of the two is asked for: one copy of
+``lp_param_buffer``, then every tensor that views it is bound to the copy. The tensor objects stay the same, so the
+alias, ``ds_tensor`` and the keys of the optimizer's state survive, and after a reload the saving is still there.
+
+Upstream symbols: ``DeepSpeedZeroOptimizer_Stage3.offload_states``, ``reload_states`` and the names that ``destroy``
+unpins (0.19.7, 0.19.8). Upstream moves masters and weights apart, which is right for two copies and corrupts one; it
+also moves masters and moments of FusedAdam only, restores a stale buffer when pinning is switched off between two
+offloads, and walks the module's order where the buffer has the sub-groups'. Gradients and the reduction bucket, which
+share nothing, are left to it. Expires when upstream moves shared storage exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+
+class AliasedOffloadError(NotImplementedError):
+    """Some sub-groups share weights and masters and others don't; such a buffer can't be moved as one."""
+
+
+class MoveAliasedStates:
+    """Mixin over a Stage-3 optimizer, above upstream's methods: moves what is shared as one."""
+
+    fp16_groups: list[list[torch.nn.Parameter]]
+    fp16_partitioned_groups_flat: list[torch.Tensor | None]
+    fp16_partitioned_groups_flat_numel: list[int]
+    lp_param_buffer: torch.Tensor
+    optimizer: torch.optim.Optimizer
+    offloaded_states: set[Any]
+    # Moments that are on the host, with the device that each came from.
+    _moments_away: list[tuple[torch.Tensor, torch.device]]
+
+    def offload_states(
+        self,
+        include: Collection[Any] | None = None,
+        device: Any = None,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move states to the host; with an alias, weights and masters together.
+
+        Args:
+            include: ``OffloadStateTypeEnum`` members; None means all of them. Either of ``hp_params`` and
+                ``lp_params`` moves both.
+            device: ``OffloadDeviceEnum.cpu``, the only one that upstream has.
+            pin_memory: Whether the host memory is page-locked.
+            non_blocking: Whether copies may still run on return. The device memory is let go of all the same.
+
+        Raises:
+            AliasedOffloadError: Only some sub-groups are aliased.
+        """
+        from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+
+        device = OffloadDeviceEnum.cpu if device is None else device
+        if not self._all_aliased():
+            super().offload_states(include, device, pin_memory, non_blocking)  # type: ignore[misc]
+            return
+        wanted = set(OffloadStateTypeEnum if include is None else include)
+        shared = {OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.lp_params}
+        if wanted & shared and not shared & self.offloaded_states:
+            self.empty_partition_cache()  # type: ignore[attr-defined]
+            self._bind(self._host_copy_of_weights(device.value, pin_memory, non_blocking))
+            self.offloaded_states |= shared
+        moments = OffloadStateTypeEnum.optim_states
+        if moments in wanted and moments not in self.offloaded_states:
+            self._send_moments_away(device.value, pin_memory, non_blocking)
+            self.offloaded_states.add(moments)
+        if not pin_memory and OffloadStateTypeEnum.lp_grads not in self.offloaded_states:
+            # Upstream's reload prefers an earlier offload's pinned buffer to what this one has moved.
+            self._drop_pinned("lp_grad_partitions_flat_pin_buffers")
+        rest = [state for state in OffloadStateTypeEnum if state in wanted and state not in shared | {moments}]
+        super().offload_states(rest, device, pin_memory, non_blocking)  # type: ignore[misc]
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Move everything back to the device; what was aliased is aliased again.
+
+        Args:
+            non_blocking: Whether copies may overlap; they are finished on return.
+        """
+        from deepspeed.accelerator import get_accelerator
+        from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+
+        shared = {OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.lp_params}
+        # Copies may run until upstream's method synchronises; what they read must live as long.
+        on_the_host: list[torch.Tensor] = []
+        if self._all_aliased() and shared & self.offloaded_states:
+            host = self.lp_param_buffer.data
+            on_the_host.append(host)
+            self._bind(_copy(host, get_accelerator().current_device_name(), non_blocking))
+            self.offloaded_states -= shared
+        if OffloadStateTypeEnum.optim_states in self.offloaded_states and getattr(self, "_moments_away", []):
+            for moment, home in self._moments_away:
+                on_the_host.append(moment.data)
+                moment.data = _copy(moment.data, home, non_blocking)
+            self._moments_away = []
+            self.offloaded_states.discard(OffloadStateTypeEnum.optim_states)
+        super().reload_states(non_blocking)  # type: ignore[misc]
+        del on_the_host
+
+    def _all_aliased(self) -> bool:
+        aliased = len(self.aliased_sub_groups())  # type: ignore[attr-defined]
+        if aliased not in (0, len(self.fp16_groups)):
+            raise AliasedOffloadError(
+                f"{aliased} of {len(self.fp16_groups)} sub-groups share weights and masters. Moving states needs all "
+                "of them to, or none: build the strategy with alias_master_weights=False."
+            )
+        return bool(aliased)
+
+    def _host_copy_of_weights(self, device: str, pin_memory: bool, non_blocking: bool) -> torch.Tensor:
+        # The name under which upstream keeps such a buffer for the next time, and unpins it in destroy().
+        name = "lp_param_contiguous_pin_buffer"
+        if not pin_memory:
+            self._drop_pinned(name)
+            return _copy(self.lp_param_buffer.data, device, non_blocking)
+        if not hasattr(self, name):
+            setattr(self, name, _pinned_like(self.lp_param_buffer.data, device))
+        buffer: torch.Tensor = getattr(self, name)
+        buffer.copy_(self.lp_param_buffer.data, non_blocking=non_blocking)
+        # A view of it: what is bound to it now must not keep the name's own tensor from being told apart.
+        return buffer.view(-1)
+
+    def _bind(self, buffer: torch.Tensor) -> None:
+        """Point the buffer, each sub-group's flat partition (its master too) and each ``ds_tensor`` at ``buffer``."""
+        self.lp_param_buffer.data = buffer
+        offset = 0
+        for flat, numel, group in zip(
+            self.fp16_partitioned_groups_flat, self.fp16_partitioned_groups_flat_numel, self.fp16_groups, strict=True
+        ):
+            assert flat is not None  # only NVMe has sub-groups without one, and there nothing is aliased
+            flat.data = buffer.narrow(0, offset, int(numel))
+            for parameter in group:
+                partition: Any = parameter
+                size = partition.partition_numel()
+                partition.ds_tensor.data = buffer.narrow(0, offset, size)
+                offset += size
+
+    def _send_moments_away(self, device: str, pin_memory: bool, non_blocking: bool) -> None:
+        self._moments_away = []
+        for state in self.optimizer.state.values():
+            for value in state.values():
+                # Step counters are single numbers, and some optimizers insist on where theirs is.
+                if torch.is_tensor(value) and value.numel() > 1:
+                    self._moments_away.append((value, value.device))
+                    if pin_memory:
+                        host = _pinned_like(value.data, device)
+                        host.copy_(value.data, non_blocking=non_blocking)
+                        value.data = host
+                    else:
+                        value.data = _copy(value.data, device, non_blocking)
+
+    def _drop_pinned(self, name: str) -> None:
+        from deepspeed.accelerator import get_accelerator
+
+        if hasattr(self, name):
+            get_accelerator().unpin_memory(getattr(self, name))
+            delattr(self, name)
+
+
+def _copy(source: torch.Tensor, device: Any, non_blocking: bool) -> torch.Tensor:
+    """A copy in a storage of its own, also where source and target device are the same."""
+    return torch.empty_like(source, device=device).copy_(source, non_blocking=non_blocking)
+
+
+def _pinned_like(source: torch.Tensor, device: Any) -> torch.Tensor:
+    from deepspeed.accelerator import get_accelerator
+
+    pinned: torch.Tensor = get_accelerator().pin_memory(torch.empty_like(source, device=device))
+    return pinned
