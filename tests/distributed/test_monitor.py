@@ -156,7 +156,8 @@ def waits(accumulate: int) -> float:
 def test_the_wait_for_data_is_of_all_micro_steps_and_nothing_else(ranks, accumulate):
     # Two samples of 50 ms a micro-step.
     waited = ranks(1).run(waits, accumulate)[0]
-    assert accumulate * 100 <= waited < accumulate * 100 + 100
+    # Training steps counted as waits would give 600 ms for 3.
+    assert accumulate * 100 <= waited < accumulate * 100 + 250
 
 
 def test_validation_between_two_micro_steps_takes_nothing_from_their_step(ranks, tmp_path):
@@ -164,7 +165,7 @@ def test_validation_between_two_micro_steps_takes_nothing_from_their_step(ranks,
     metrics = ranks(1).run(logged, str(tmp_path), 0.2, 0.5, options)[0]
     for step, total in metrics[names.STEP_TOTAL].items():
         # Two forwards of 200 ms; a validation of 500 ms in between doesn't count, and doesn't cut the first one off.
-        assert 400 <= total < 700, step
+        assert 400 <= total < 890, step
 
 
 def misaligned(folder: str) -> dict[str, dict[int, float]]:
