@@ -211,7 +211,7 @@ class Zero3FastStrategy(DeepSpeedStrategy):
             config=config,
             optimizer=optimizer,
             lr_scheduler=lr_scheduler,
-            local_rank=self.local_rank,
+            local_rank=self._device_index,
             switches=Switches.from_options(self.options),
             target=target,
             print_timers=not self._quiet_timers,
@@ -225,8 +225,13 @@ class Zero3FastStrategy(DeepSpeedStrategy):
         assert isinstance(self.config, dict)
         remove_module_hooks(model)
         self.model = build_inference_engine(
-            model, config=ds_config.inference_config(self.config), local_rank=self.local_rank
+            model, config=ds_config.inference_config(self.config), local_rank=self._device_index
         )
+
+    @property
+    def _device_index(self) -> int:
+        """The GPU's index; a CPU has none, and DeepSpeed's engine wants a number all the same."""
+        return self.local_rank if self.root_device.index is None else self.root_device.index
 
     def _check_accelerator(self) -> None:
         if not isinstance(self.accelerator, CUDAAccelerator | CPUAccelerator):

@@ -91,6 +91,12 @@ def _give_buffers_their_dtype(model: nn.Module, model_class: type[nn.Module], co
 
 def _share_buffers(model: nn.Module) -> None:
     """Copy rank 0's buffers to all: a module that has weights is initialised on rank 0 alone."""
+    from deepspeed.accelerator import get_accelerator
+
     if torch.distributed.get_world_size() > 1:
         for buffer in model.buffers():
-            torch.distributed.broadcast(buffer, src=0)
+            # NCCL takes what is on the device only; a buffer may have been made on the host.
+            sent = buffer.to(get_accelerator().current_device_name())
+            torch.distributed.broadcast(sent, src=0)
+            if sent is not buffer:
+                buffer.copy_(sent)
