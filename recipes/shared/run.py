@@ -149,6 +149,8 @@ def train(
         num_nodes=num_nodes,
         precision=settings.precision,
         max_steps=settings.max_steps,
+        # So that the progress bar counts to the end of the run, not of the data.
+        limit_train_batches=settings.max_steps,
         # As many as that takes; Lightning's progress bar has a strange way to say "no limit".
         max_epochs=settings.max_steps * settings.micro_batch_size * world // len(samples) + 1,
         log_every_n_steps=1,
