@@ -8,6 +8,7 @@ from transformers import Glm4MoeForCausalLM
 
 from lightning_zero3 import Zero3FastStrategy
 from lightning_zero3.moe.build import build_from_config
+from lightning_zero3.substitution import substituted
 from tests.fits import Language, Sentences, fit
 from tests.models import tiny_glm
 
@@ -102,3 +103,31 @@ def test_tied_weights_stay_tied(ranks):
     for same, losses in ranks(2).run(tied):
         assert same
         assert all(0 < loss < 10 for loss in losses)
+
+
+def biases() -> list[float]:
+    from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoePreTrainedModel
+
+    upstream = Glm4MoePreTrainedModel._init_weights
+
+    def with_random_biases(self: Any, module: torch.nn.Module) -> None:
+        """Values that only the rank that initialises them has."""
+        upstream(self, module)
+        if hasattr(module, "e_score_correction_bias"):
+            bias = module.e_score_correction_bias
+            bias.copy_(torch.arange(1.0, 1.0 + bias.numel()) * (1 + torch.distributed.get_rank()))
+
+    class Module(BuiltSmall):
+        def configure_model(self) -> None:
+            if self.some_odd_name is None:
+                with substituted(Glm4MoePreTrainedModel, "_init_weights", with_random_biases):
+                    self.some_odd_name = build_from_config(Glm4MoeForCausalLM, self.config)
+
+    module = Module({})
+    fit(module, Sentences(module.config.vocab_size), Zero3FastStrategy(), steps=1)
+    return module.some_odd_name.model.layers[1].mlp.gate.e_score_correction_bias.tolist()
+
+
+def test_buffers_that_one_rank_initialises_are_the_same_on_all(ranks):
+    first, second = ranks(2).run(biases)
+    assert first == second == [1.0, 2.0, 3.0, 4.0]
