@@ -85,10 +85,11 @@ def await_build_lock(
     limit = QUIET_LOAD_SECONDS if (folder / f"{OP_NAME}.so").exists() else QUIET_BUILD_SECONDS
     said = False
     while lock.exists():
-        if not said and now() - _last_change(folder) > SAY_AFTER_SECONDS:
+        quiet = now() - _last_change(folder)
+        if not said and quiet > SAY_AFTER_SECONDS:
             log.info(f"Waiting for {lock}: another process compiles or loads DeepSpeed's communication op.")
             said = True
-        if now() - _last_change(folder) > limit and not _is_held(lock):
+        if quiet > limit and not _is_held(lock):
             # Whoever comes second finds it gone.
             lock.unlink(missing_ok=True)
             warnings.warn(f"Removed {lock}, which a killed process had left behind.", stacklevel=2)

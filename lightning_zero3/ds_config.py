@@ -186,13 +186,14 @@ def _require_dict(section: Any, name: str) -> None:
 
 def _set_stage(config: Config) -> None:
     stage = config.setdefault(_ZERO, {}).setdefault("stage", 3)
-    # DeepSpeed takes the number in a string too.
+    # DeepSpeed takes the number in a string too; Lightning's `zero_stage_3` does not, and would build the model whole.
     if stage not in (3, "3"):
         other = f' for stage {stage} use Trainer(strategy="deepspeed_stage_{stage}").' if stage in (1, 2) else ""
         raise ConfigConflictError(
             f"zero3_fast is ZeRO stage 3, but the DeepSpeed config sets zero_optimization.stage to {stage}. Set it to"
             f" 3 or leave it out{';' if other else '.'}{other}"
         )
+    config[_ZERO]["stage"] = 3
 
 
 def _merge_offload_sections(config: Config, arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:

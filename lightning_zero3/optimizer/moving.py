@@ -13,7 +13,7 @@ share nothing, are left to it. Expires when upstream moves shared storage exactl
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ class MoveAliasedStates:
     optimizer: torch.optim.Optimizer
     offloaded_states: set[Any]
     # Moments that are on the host, with the device that each came from.
-    _moments_away: list[tuple[torch.Tensor, torch.device]]
+    _moments_away: Sequence[tuple[torch.Tensor, torch.device]] = ()
 
     def offload_states(
         self,
@@ -93,11 +93,11 @@ class MoveAliasedStates:
             on_the_host.append(host)
             self._bind(_copy(host, get_accelerator().current_device_name(), non_blocking))
             self.offloaded_states -= shared
-        if OffloadStateTypeEnum.optim_states in self.offloaded_states and getattr(self, "_moments_away", []):
+        if OffloadStateTypeEnum.optim_states in self.offloaded_states and self._moments_away:
             for moment, home in self._moments_away:
                 on_the_host.append(moment.data)
                 moment.data = _copy(moment.data, home, non_blocking)
-            self._moments_away = []
+            self._moments_away = ()
             self.offloaded_states.discard(OffloadStateTypeEnum.optim_states)
         super().reload_states(non_blocking)  # type: ignore[misc]
         del on_the_host
@@ -120,9 +120,7 @@ class MoveAliasedStates:
         if not hasattr(self, name):
             setattr(self, name, _pinned_like(self.lp_param_buffer.data, device))
         buffer: torch.Tensor = getattr(self, name)
-        buffer.copy_(self.lp_param_buffer.data, non_blocking=non_blocking)
-        # A view of it: what is bound to it now must not keep the name's own tensor from being told apart.
-        return buffer.view(-1)
+        return buffer.copy_(self.lp_param_buffer.data, non_blocking=non_blocking)
 
     def _bind(self, buffer: torch.Tensor) -> None:
         """Point the buffer, each sub-group's flat partition (its master too) and each ``ds_tensor`` at ``buffer``."""
@@ -140,18 +138,19 @@ class MoveAliasedStates:
                 offset += size
 
     def _send_moments_away(self, device: str, pin_memory: bool, non_blocking: bool) -> None:
-        self._moments_away = []
+        away: list[tuple[torch.Tensor, torch.device]] = []
         for state in self.optimizer.state.values():
             for value in state.values():
                 # Step counters are single numbers, and some optimizers insist on where theirs is.
                 if torch.is_tensor(value) and value.numel() > 1:
-                    self._moments_away.append((value, value.device))
+                    away.append((value, value.device))
                     if pin_memory:
                         host = _pinned_like(value.data, device)
                         host.copy_(value.data, non_blocking=non_blocking)
                         value.data = host
                     else:
                         value.data = _copy(value.data, device, non_blocking)
+        self._moments_away = away
 
     def _drop_pinned(self, name: str) -> None:
         from deepspeed.accelerator import get_accelerator

@@ -14,7 +14,8 @@ import torch
 from lightning_zero3.config import Zero3Options
 from lightning_zero3.optimizer.switches import Switches
 from lightning_zero3.substitution import substituted
-from tests.fits import Pairs, Regression, assert_equal_bits, tensors_of
+from tests.engines import Trainable
+from tests.fits import Pairs, assert_equal_bits, tensors_of
 
 
 class CountedList(list):
@@ -39,13 +40,6 @@ def give_gradients(groups: list[list[torch.nn.Parameter]]) -> None:
     for group in groups:
         for parameter in group:
             parameter.grad = torch.zeros_like(parameter.data).as_subclass(Gradient)
-
-
-class Trainable(Regression):
-    """Its forward is its training step, as Lightning makes it."""
-
-    def forward(self, batch: Any, step: int) -> torch.Tensor:
-        return self.training_step(batch, step)
 
 
 def optimizer_class(*, scoped: bool, per_sub_group: bool, ours: bool) -> type:

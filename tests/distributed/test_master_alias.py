@@ -6,17 +6,15 @@ from typing import Any
 import pytest
 
 from lightning_zero3 import Zero3FastStrategy
+from tests import engines
 from tests.distributed.stock import StockOnCPU
 from tests.fits import Pairs, Regression, assert_equal_bits, fit, optimizer_of, tensors_of
-
-BF16_MASTERS = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
-AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 
 # Name → (Trainer's precision, config, whether weights and masters are the same thing).
 PRECISIONS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "fp32": ("32-true", {}, True),
-    "bf16 masters": ("bf16-mixed", BF16_MASTERS, True),
-    "autocast": ("32-true", AUTOCAST, True),
+    "bf16 masters": ("bf16-mixed", engines.PRECISIONS["bf16 masters"], True),
+    "autocast": ("32-true", engines.PRECISIONS["autocast"], True),
     "bf16 with fp32 masters": ("bf16-mixed", {}, False),
 }
 ZERO = {"zero_optimization": {"stage": 3, "sub_group_size": 100, "stage3_param_persistence_threshold": 20}}

@@ -124,6 +124,10 @@ def test_an_offload_beside_a_config_gets_lightnings_details():
     assert section["nvme_path"] == "/local_nvme"
 
 
+def test_a_stage_in_a_string_is_stage_3_for_lightning_too():
+    assert Zero3FastStrategy({"zero_optimization": {"stage": "3"}}).zero_stage_3
+
+
 def test_what_says_the_same_is_no_conflict():
     strategy = Zero3FastStrategy(
         {"zero_optimization": {"stage": 3, "overlap_comm": False}}, stage=3, zero_optimization=True, overlap_comm=False
