@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import difflib
 import inspect
@@ -22,7 +21,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zero3 import cpu_ops, ds_config
+from lightning_zero3 import cpu_ops, ds_config, process_exit
 from lightning_zero3.config import ConfigConflictError, Zero3Options
 from lightning_zero3.moe import expert_parallel
 from lightning_zero3.optimizer.switches import Switches
@@ -189,10 +188,8 @@ class Zero3FastStrategy(DeepSpeedStrategy):
             self._init_deepspeed_distributed()
         # DeepSpeed's own calls, several times a step and rank: nothing that a user could mend.
         warnings.filterwarnings("ignore", message=DEPRECATED_CALLS, category=FutureWarning)
-        # Lightning does this for its own groups with NCCL; DeepSpeed never does. Threads of an undestroyed gloo group
-        # abort the interpreter now and then as it exits, and a scheduler takes a finished job for a failed one.
         if not theirs:
-            atexit.register(_destroy_process_group)
+            process_exit.leave_process_group_at_exit()
 
     def _setup_model_and_optimizer(
         self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
@@ -288,11 +285,6 @@ class Zero3FastStrategy(DeepSpeedStrategy):
 
     def _topology(self, section: Mapping[str, Any]) -> Topology:
         return Topology(world_size=self.world_size, expert_parallel_size=section.get("autoep_size", 1))
-
-
-def _destroy_process_group() -> None:
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 def _refuse_fixed_arguments(arguments: dict[str, Any]) -> None:

@@ -30,10 +30,6 @@ def results(*outputs: str) -> list[dict[str, Any]]:
     return sorted((json.loads(line) for line in lines), key=lambda line: line["rank"])
 
 
-# The fault handler shows where a process was that the system ended.
-PYTHON = [sys.executable, "-X", "faulthandler"]
-
-
 def run(command: list[str], **extra: str) -> str:
     done = subprocess.run(
         command, env=environment(**extra), cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
@@ -45,13 +41,13 @@ def run(command: list[str], **extra: str) -> str:
 @pytest.fixture(scope="module")
 def two_ranks() -> list[dict[str, Any]]:
     """The run by Lightning's own launcher; the others must give its losses."""
-    return results(run([*PYTHON, str(SCRIPT), "2"]))
+    return results(run([sys.executable, str(SCRIPT), "2"]))
 
 
 def test_one_process_needs_neither_variables_nor_mpi(two_ranks):
     mpi = subprocess.run([sys.executable, "-c", "import mpi4py"], capture_output=True, check=False)
     assert mpi.returncode, "mpi4py is installed here, so this test shows nothing: uninstall it"
-    (seen,) = results(run([*PYTHON, str(SCRIPT), "1"]))
+    (seen,) = results(run([sys.executable, str(SCRIPT), "1"]))
     assert seen["world_size"] == 1
     assert seen["optimizer"] == "FastStage3Optimizer"
     assert len(seen["losses"]) == 3
@@ -84,7 +80,7 @@ def test_slurm_variables(two_ranks):
             SLURM_PROCID=str(rank),
             SLURM_LOCALID=str(rank),
         )
-        command = [*PYTHON, str(SCRIPT), "2"]
+        command = [sys.executable, str(SCRIPT), "2"]
         return subprocess.Popen(
             command, env=variables, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
