@@ -27,6 +27,7 @@ class UpstreamFix:
         hooks: Pairs of an upstream method and a method that it must call for our part to work. A tuple of callers
             means any one of them.
         expires: What makes our part superfluous.
+        lacking: Reads the given upstream class and tells, in words, what else our part relies on and doesn't find.
     """
 
     name: str
@@ -36,6 +37,7 @@ class UpstreamFix:
     mended: Callable[[type[Any]], bool]
     hooks: tuple[tuple[tuple[str, ...], str], ...]
     expires: str
+    lacking: Callable[[type[Any]], list[str]] = lambda _: []
 
     def missing_hooks(self, stage3: type[Any]) -> list[str]:
         """Calls that this part relies on and the given class doesn't make, in words."""
@@ -43,7 +45,7 @@ class UpstreamFix:
             f"{' or '.join(callers)} calling {callee}"
             for callers, callee in self.hooks
             if not hasattr(stage3, callee) or not any(_calls(stage3, caller, callee) for caller in callers)
-        ]
+        ] + self.lacking(stage3)
 
 
 def referenced_names(function: Callable[..., Any]) -> frozenset[str]:
@@ -98,6 +100,28 @@ def skips_invalid_norms(stage3: type[Any]) -> bool:
     return "combine_grad_norm_groups" in referenced_names(stage3.step)
 
 
+def not_detectable(_: type[Any]) -> bool:
+    """For a fix that upstream could make in many places, where having it twice does no harm."""
+    return False
+
+
+def _gathering_works_otherwise(_: type[Any]) -> list[str]:
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+    expected = {"all_gather": GatheredParameters.__enter__, "partition": GatheredParameters._partition_params}
+    return [
+        f"GatheredParameters calling {name} on a parameter"
+        for name, method in expected.items()
+        if name not in referenced_names(method)
+    ]
+
+
+def _gradient_partitions_are_elsewhere(stage3: type[Any]) -> list[str]:
+    name = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
+    found = hasattr(stage3, "_setup_for_real_optimizer") and name in referenced_names(stage3._setup_for_real_optimizer)
+    return [] if found else [f"_setup_for_real_optimizer making {name}"]
+
+
 GRAD_CLEAR = UpstreamFix(
     name="scoped_grad_clear",
     symbol="DeepSpeedZeroOptimizer_Stage3._prepare_fp32_grad_for_sub_group",
@@ -131,7 +155,44 @@ INVALID_NORM = UpstreamFix(
     expires="DeepSpeed >= 0.19.8 is the oldest that is supported",
 )
 
-UPSTREAM_FIXES = (GRAD_CLEAR, MASTER_ALIAS, INVALID_NORM)
+KEEP_EDITS = UpstreamFix(
+    name="keep_edits",
+    symbol="partition_parameters.GatheredParameters; DeepSpeedZeroOptimizer_Stage3.set_full_hp_param",
+    reason="edits of gathered weights don't reach masters, edits of masters don't reach gathered weights",
+    affected="0.19.8 and earlier",
+    mended=not_detectable,
+    hooks=((("__init__",), "_link_all_hp_params"),),
+    expires="upstream writes both; until it is noticed, ours finds nothing left to write",
+    lacking=_gathering_works_otherwise,
+)
+
+MISSING_GRADIENTS = UpstreamFix(
+    name="zero_missing_gradients",
+    symbol="DeepSpeedZeroOptimizer_Stage3.partition_grads",
+    reason="the gradient buffer outlives the step, so a parameter unused in this step moves by an older gradient",
+    affected="0.19.8 and earlier",
+    mended=not_detectable,
+    hooks=(
+        (("__init__",), "_link_all_hp_params"),
+        (("_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads",), "partition_grads"),
+        (("overlapping_partition_gradients_reduce_epilogue",), "independent_gradient_partition_epilogue"),
+        (("step",), "_pre_step"),
+    ),
+    expires="upstream clears what wasn't written; until it is noticed, ours writes zeros over zeros",
+    lacking=_gradient_partitions_are_elsewhere,
+)
+
+REFUSE_UNFROZEN = UpstreamFix(
+    name="refuse_unfrozen",
+    symbol="DeepSpeedZeroOptimizer_Stage3._get_trainable_parameter_groups",
+    reason="a parameter that is unfrozen after set-up is never trained, without a word",
+    affected="0.19.8 and earlier",
+    mended=not_detectable,
+    hooks=((("__init__",), "_link_all_hp_params"), (("step",), "_pre_step")),
+    expires="upstream trains such parameters or refuses them",
+)
+
+UPSTREAM_FIXES = (GRAD_CLEAR, MASTER_ALIAS, INVALID_NORM, KEEP_EDITS, MISSING_GRADIENTS, REFUSE_UNFROZEN)
 
 
 def parts_to_leave_out(stage3: type[Any]) -> dict[str, str | None]:

@@ -59,6 +59,8 @@ def build_training_engine(
     from lightning_zero3.optimizer.stage3 import FastStage3Optimizer
 
     with ExitStack() as scope:
+        if _something_rebinds_masters(config):
+            switches = replace(switches, alias_master_weights=False)
         ours = FastStage3Optimizer.with_switches(_switches_that_apply(switches, stage3.DeepSpeedZeroOptimizer_Stage3))
         scope.enter_context(substituted(stage3, "DeepSpeedZeroOptimizer_Stage3", ours))
         if target is not None:
@@ -85,6 +87,11 @@ def build_training_engine(
     if not print_timers:
         _silence_timer_lines(engine)
     return engine, built
+
+
+def _something_rebinds_masters(config: Mapping[str, Any]) -> bool:
+    """Whether DeepCompile moves masters around in each step, and leaves weights that share their storage behind."""
+    return bool(config.get("compile", {}).get("offload_opt_states", False))
 
 
 def _switches_that_apply(switches: Switches, upstream: type[Any]) -> Switches:

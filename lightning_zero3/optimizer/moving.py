@@ -27,6 +27,8 @@ class MoveAliasedStates:
     """Mixin over a Stage-3 optimizer, above upstream's methods: moves what is shared as one."""
 
     fp16_groups: list[list[torch.nn.Parameter]]
+    # Each parameter's ds_tensor, by sub-group.
+    fp16_partitioned_groups: list[list[Any]]
     fp16_partitioned_groups_flat: list[torch.Tensor | None]
     fp16_partitioned_groups_flat_numel: list[int]
     lp_param_buffer: torch.Tensor
@@ -64,6 +66,7 @@ class MoveAliasedStates:
         shared = {OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.lp_params}
         if wanted & shared and not shared & self.offloaded_states:
             self.empty_partition_cache()  # type: ignore[attr-defined]
+            self._bring_strays_home()
             self._bind(self._host_copy_of_weights(device.value, pin_memory, non_blocking))
             self.offloaded_states |= shared
         moments = OffloadStateTypeEnum.optim_states
@@ -102,6 +105,34 @@ class MoveAliasedStates:
         super().reload_states(non_blocking)  # type: ignore[misc]
         del on_the_host
 
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As upstream's.
+
+        Raises:
+            RuntimeError: States are on the host; new ones would be made there and never come back.
+        """
+        if self.offloaded_states and self._all_aliased():
+            away = ", ".join(sorted(state.value for state in self.offloaded_states))
+            raise RuntimeError(f"{away} are offloaded: call reload_states() before loading a checkpoint.")
+        return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def _bring_strays_home(self) -> None:
+        """Copy masters back into the buffer that something has bound to other storage.
+
+        An optimizer may say ``p.data = p.data - lr * p.grad``. Upstream then lets the weights follow the master, and
+        leaves the buffer behind.
+        """
+        buffer, offset, strayed = self.lp_param_buffer, 0, False
+        for flat, numel in zip(self.fp16_partitioned_groups_flat, self.fp16_partitioned_groups_flat_numel, strict=True):
+            assert flat is not None
+            home = buffer.data.narrow(0, offset, int(numel))
+            if flat.data_ptr() != home.data_ptr():
+                home.copy_(flat.data)
+                strayed = True
+            offset += int(numel)
+        if strayed:
+            self._bind(buffer.data)
+
     def _all_aliased(self) -> bool:
         aliased = len(self.aliased_sub_groups())  # type: ignore[attr-defined]
         if aliased not in (0, len(self.fp16_groups)):
@@ -126,16 +157,17 @@ class MoveAliasedStates:
         """Point the buffer, each sub-group's flat partition (its master too) and each ``ds_tensor`` at ``buffer``."""
         self.lp_param_buffer.data = buffer
         offset = 0
-        for flat, numel, group in zip(
-            self.fp16_partitioned_groups_flat, self.fp16_partitioned_groups_flat_numel, self.fp16_groups, strict=True
+        for flat, numel, partitions in zip(
+            self.fp16_partitioned_groups_flat,
+            self.fp16_partitioned_groups_flat_numel,
+            self.fp16_partitioned_groups,
+            strict=True,
         ):
             assert flat is not None  # only NVMe has sub-groups without one, and there nothing is aliased
             flat.data = buffer.narrow(0, offset, int(numel))
-            for parameter in group:
-                partition: Any = parameter
-                size = partition.partition_numel()
-                partition.ds_tensor.data = buffer.narrow(0, offset, size)
-                offset += size
+            for partition in partitions:
+                partition.data = buffer.narrow(0, offset, partition.ds_numel)
+                offset += partition.ds_numel
 
     def _send_moments_away(self, device: str, pin_memory: bool, non_blocking: bool) -> None:
         away: list[tuple[torch.Tensor, torch.device]] = []

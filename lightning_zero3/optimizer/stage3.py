@@ -7,16 +7,27 @@ from __future__ import annotations
 
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
+from lightning_zero3.optimizer.edits import KeepEdits
 from lightning_zero3.optimizer.grad_census import CountGradClears
 from lightning_zero3.optimizer.grad_clear import ScopedGradClear
 from lightning_zero3.optimizer.invalid_norm import SkipInvalidNorm
 from lightning_zero3.optimizer.master_alias import MasterAlias
+from lightning_zero3.optimizer.missing_gradients import MissingGradients
 from lightning_zero3.optimizer.moving import MoveAliasedStates
+from lightning_zero3.optimizer.setters import SettersReachWeights
 from lightning_zero3.optimizer.switches import Switches
 
 
 class FastStage3Optimizer(
-    ScopedGradClear, CountGradClears, SkipInvalidNorm, MoveAliasedStates, MasterAlias, DeepSpeedZeroOptimizer_Stage3
+    ScopedGradClear,
+    CountGradClears,
+    SkipInvalidNorm,
+    MissingGradients,
+    KeepEdits,
+    SettersReachWeights,
+    MoveAliasedStates,
+    MasterAlias,
+    DeepSpeedZeroOptimizer_Stage3,
 ):
     """A ``DeepSpeedZeroOptimizer_Stage3`` with the scoped gradient clear and safe master-weight aliasing.
 

@@ -22,6 +22,7 @@ def run(strategy: Any = "zero3_fast") -> tuple[Any, list[str]]:
 CALLERS = {
     "_prepare_fp32_grad_for_sub_group": "_prepare_sub_group",
     "_create_fp32_partitions": "_setup_for_real_optimizer",
+    "independent_gradient_partition_epilogue": "overlapping_partition_gradients_reduce_epilogue",
 }
 
 
@@ -64,6 +65,7 @@ def renamed(hook: str) -> dict[str, Any]:
     [
         ("_prepare_fp32_grad_for_sub_group", "scoped_grad_clear"),
         ("_create_fp32_partitions", "alias_master_weights"),
+        ("independent_gradient_partition_epilogue", "zero_missing_gradients"),
     ],
 )
 def test_a_renamed_hook_leaves_stock_behaviour_and_one_warning(ranks, hook, part):
@@ -94,6 +96,20 @@ def test_the_installed_release_has_every_hook_and_our_parts_step_aside_where_it_
     assert not any(seen["missing"].values())
     for name, mended in seen["mended"].items():
         assert seen["switches"][name] is not mended, name
+
+
+def gathering_otherwise() -> tuple[list[str], bool]:
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+    with substituted(GatheredParameters, "_partition_params", lambda *_: None):
+        trainer, warned = run()
+    return warned, any(hasattr(p.partition, "upstream") for p in trainer.lightning_module.parameters())
+
+
+def test_another_way_of_gathering_leaves_edits_to_upstream(ranks):
+    (message,), wrapped = ranks(1).run(gathering_otherwise)[0]
+    assert "keep_edits needs GatheredParameters calling partition" in message
+    assert not wrapped
 
 
 def another_class() -> list[str]:

@@ -209,6 +209,59 @@ def test_any_optimizer_whose_state_is_tensors_with_frozen_and_regrouped_paramete
     assert ranks(1).run(with_optimizer, name, frozen, regrouped)[0] > 2
 
 
+class Rebinding(torch.optim.SGD):
+    """An optimizer that gives parameters new storage, as some users' do."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data = parameter.data - group["lr"] * parameter.grad
+
+
+def rebinding() -> None:
+    models = Trainable(), Trainable()
+    moved, never = (build(model, optimizer=Rebinding(model.parameters(), lr=1e-2)) for model in models)
+    for step in range(3):
+        for engine in (moved, never):
+            micro_step(engine, step)
+        moved.offload_states(include=states(["hp_params"]))
+        moved.reload_states()
+        assert_aliased(moved.optimizer)
+        assert moved.module.losses == never.module.losses
+        for left, right in zip(moved.module.parameters(), never.module.parameters(), strict=True):
+            real = moved.optimizer.real_elements(left)
+            assert torch.equal(left.ds_tensor[:real], right.ds_tensor[:real])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_optimizer_that_rebinds_masters_loses_nothing(ranks, world_size):
+    ranks(world_size).run(rebinding)
+
+
+def loading_while_away(folder: str) -> str:
+    engine = build()
+    micro_step(engine, 0)
+    engine.save_checkpoint(folder, tag="here")
+    saved = tensors_of(engine.optimizer)
+    engine.offload_states(include=None)
+    engine.save_checkpoint(folder, tag="away")
+    with pytest.raises(RuntimeError) as caught:
+        engine.load_checkpoint(folder, tag="here")
+    engine.reload_states()
+    micro_step(engine, 1)
+    for tag in ("here", "away"):
+        engine.load_checkpoint(folder, tag=tag)
+        assert_equal_bits(tensors_of(engine.optimizer), saved)
+        assert_aliased(engine.optimizer)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_states_that_are_away_can_be_saved_but_not_loaded(ranks, world_size, tmp_path):
+    for message in ranks(world_size).run(loading_while_away, str(tmp_path)):
+        assert "reload_states()" in message
+
+
 def two_copies() -> str:
     engine = build(options=Zero3Options(alias_master_weights=False))
     with pytest.raises(AssertionError) as caught:

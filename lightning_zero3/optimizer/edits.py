@@ -1,0 +1,193 @@
+"""What a user writes into gathered weights reaches the masters, so that the next step keeps it.
+
+Upstream symbols: ``GatheredParameters`` and the methods ``all_gather`` and ``partition`` that
+``Init._convert_to_deepspeed_param`` sets on each parameter (0.19.7, 0.19.8). On leaving
+``GatheredParameters(..., modifier_rank=0)`` the weights' partitions are written and nothing else; where masters are
+separate the next step overwrites the edit from them. Without ``modifier_rank`` the edit is thrown away. Under torch
+autocast a forward may have gathered a parameter in 16 bits, and those rounded values would be written back: where
+weights and masters are one storage, into the masters.
+
+There is no global patch: ``all_gather`` and ``partition`` of this engine's parameters are wrapped, on the parameters
+themselves, until ``destroy``. Expires when upstream's ``partition(has_been_updated=True)`` updates masters.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_zero3.optimizer.switches import Switches
+
+# The depth of GatheredParameters contexts that hold a parameter: an attribute that upstream sets on it.
+_CONTEXT_DEPTH = "_ds_z3_gathered_param_context_depth"
+
+
+class LostEditError(RuntimeError):
+    """Weights were changed in a way that no rank could keep."""
+
+
+class KeepEdits:
+    """Mixin over a Stage-3 optimizer: carries edits of gathered weights over to the masters."""
+
+    switches: Switches
+    module: torch.nn.Module
+    param_names: dict[torch.nn.Parameter, str]
+    grad_position: dict[Any, Any]
+
+    def _link_all_hp_params(self) -> None:
+        super()._link_all_hp_params()  # type: ignore[misc]
+        if self.switches.keep_edits:
+            for parameter in self.module.parameters():
+                _wrap(parameter, "all_gather", _gather_exactly)
+                _wrap(parameter, "partition", _partition_with_edits)
+
+    def destroy(self) -> None:
+        """As upstream's; the parameters get their own methods back."""
+        for parameter in self.module.parameters():
+            # A later engine on the same parameters has put its own wrappers there.
+            if getattr(parameter, "_z3_optimizer", None) is self:
+                _unwrap(parameter, "all_gather")
+                _unwrap(parameter, "partition")
+        super().destroy()  # type: ignore[misc]
+
+    def is_optimized(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether a parameter of the module has a master here. One that was frozen at the start has none."""
+        return self.get_param_id(parameter) in self.grad_position  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def take_over_edit(self, parameter: Any) -> None:
+        """Write into a master those elements whose weight is no longer the rounded master.
+
+        With fp32 masters of 16-bit weights everything that wasn't edited keeps its 32 bits.
+
+        Args:
+            parameter: A partitioned parameter whose ``ds_tensor`` (1-d, in the weights' dtype) is this rank's edited
+                partition.
+        """
+        if not self.is_optimized(parameter):
+            return
+        if parameter.ds_tensor.numel() != parameter.partition_numel():
+            rank_zero_warn(
+                "Where weights live on NVMe, the next optimizer step overwrites an edit of gathered weights. Use "
+                "deepspeed.utils.safe_set_full_fp32_param instead."
+            )
+            return
+        real = self.real_elements(parameter)
+        with self._master_of(parameter) as whole_master:
+            weights, master = parameter.ds_tensor[:real], whole_master[:real]
+            if weights.data_ptr() == master.data_ptr():
+                return  # they are one storage
+            edited = weights.to(master.device)
+            master.copy_(torch.where(_differs(edited, master.to(edited.dtype)), edited.to(master.dtype), master))
+
+    def real_elements(self, parameter: Any) -> int:
+        """Number of elements of this rank's partition that aren't padding."""
+        size = int(parameter.partition_numel())
+        start = size * int(self._get_param_partition_rank(parameter))  # type: ignore[attr-defined]
+        return max(0, min(size, int(parameter.ds_numel) - start))
+
+    @contextmanager
+    def _master_of(self, parameter: Any) -> Iterator[torch.Tensor]:
+        """This rank's partition of a parameter's master, to be written to; swapped in and out where it is on NVMe."""
+        optimizer: Any = self
+        master, sub_group = optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=False)
+        yield master.data
+        if optimizer._swappable_optimizer_subgroup(sub_group):
+            optimizer._optimizer_states_and_gradient_swap_out(sub_group)
+
+    def _would_lose(self, parameter: Any) -> bool:
+        """Whether the gathered weights, about to be thrown away, differ from what the partition keeps."""
+        gathered, kept = parameter.data, parameter.ds_tensor
+        real = self.real_elements(parameter)
+        whole = gathered.numel() == parameter.ds_numel and kept.numel() == parameter.partition_numel()
+        if not (whole and real) or hasattr(kept, "ds_quant_scale"):
+            return False
+        start = kept.numel() * self._get_param_partition_rank(parameter)  # type: ignore[attr-defined]
+        return bool(_differs(gathered.reshape(-1)[start : start + real], kept[:real].to(gathered.device)).any())
+
+
+def _gather_exactly(original: Any, parameters: list[Any], *args: Any, **kwargs: Any) -> Any:
+    """``all_gather``, after which every parameter holds what the partitions hold.
+
+    Copies that lie around from a forward may be rounded (autocast gathers in 16 bits), or older than the partitions.
+    Those that a forward is using stay: upstream doesn't let a context that holds one end.
+    """
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    for _, parameter in _owned(parameters):
+        if parameter.ds_status == ZeroParamStatus.AVAILABLE and not parameter.ds_active_sub_modules:
+            parameter.partition()
+    return original(parameters, *args, **kwargs)
+
+
+@torch.no_grad()
+def _partition_with_edits(
+    original: Any, parameters: list[Any], hierarchy: int = 0, has_been_updated: bool = False, free_data: bool = True
+) -> Any:
+    """``partition``, which carries edits over to masters.
+
+    Raises:
+        LostEditError: Weights were changed inside ``GatheredParameters`` without ``modifier_rank``.
+    """
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    available = [(owner, p) for owner, p in _owned(parameters) if p.ds_status == ZeroParamStatus.AVAILABLE]
+    if has_been_updated:
+        original(parameters, hierarchy, has_been_updated, free_data)
+        for owner, parameter in available:
+            owner.take_over_edit(parameter)
+        return
+    # Releases around a forward or a step, by far the most calls, end here.
+    available = [(owner, p) for owner, p in available if free_data and getattr(p, _CONTEXT_DEPTH, 0) > 0]
+    alone = [(owner, p) for owner, p in available if owner._get_param_partition_world_size(p) == 1]  # type: ignore[attr-defined]
+    for owner, parameter in alone:
+        # A single rank's values are everybody's; often they are in the partition already.
+        parameter.ds_tensor[: owner.real_elements(parameter)].copy_(parameter.data.reshape(-1))
+    # The edit of a context that is left by an exception isn't worth a second one.
+    lost = [p for owner, p in available if sys.exc_info()[1] is None and owner._would_lose(p)]
+    original(parameters, hierarchy, has_been_updated, free_data)
+    for owner, parameter in alone:
+        owner.take_over_edit(parameter)
+    if lost:
+        raise LostEditError(_lost_edits(available[0][0], lost))
+
+
+def _lost_edits(owner: KeepEdits, parameters: list[Any]) -> str:
+    names = [owner.param_names.get(p, f"a parameter of shape {tuple(p.ds_shape)}") for p in parameters]
+    return (
+        f"Weights were changed inside GatheredParameters and can't be kept: {', '.join(names[:3])}"
+        f"{f' and {len(names) - 3} more' if len(names) > 3 else ''}. Pass modifier_rank=0: rank 0's values are then "
+        "written to every rank's partition. Run no forward inside the context, since it releases the weights."
+    )
+
+
+def _owned(parameters: list[Any]) -> list[tuple[KeepEdits, Any]]:
+    """The parameters with their optimizers; a list may mix engines, and hold parameters of none."""
+    pairs = [(getattr(parameter, "_z3_optimizer", None), parameter) for parameter in parameters]
+    return [(owner, p) for owner, p in pairs if isinstance(owner, KeepEdits) and owner.switches.keep_edits]
+
+
+def _differs(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Where two tensors differ; a NaN is equal to a NaN."""
+    return (left != right) & ~(left.isnan() & right.isnan())
+
+
+def _wrap(parameter: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    _unwrap(parameter, name)
+    original = getattr(parameter, name)
+
+    def method(param_list: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, [parameter] if param_list is None else list(param_list), *args, **kwargs)
+
+    method.upstream = original  # type: ignore[attr-defined]
+    setattr(parameter, name, method)
+
+
+def _unwrap(parameter: Any, name: str) -> None:
+    method = getattr(parameter, name)
+    setattr(parameter, name, getattr(method, "upstream", method))

@@ -1,0 +1,101 @@
+"""DeepSpeed's ``safe_set_*`` functions, with weights and gathered copies that follow the master at once.
+
+Upstream symbols: ``set_full_hp_param``, ``set_local_hp_param``, ``set_fp32_grad_for_param`` of
+``DeepSpeedZeroOptimizer_Stage3``, which ``deepspeed.utils.safe_set_*`` call (0.19.7, 0.19.8). They write the master
+alone: weights follow with the next step, a persistent parameter's gathered copy too, and where weights and masters are
+one storage that stale copy can be written back over the master. The full ones fail where a parameter's size isn't
+divisible by the number of ranks. Expires when upstream writes weights as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lightning_zero3.optimizer.switches import Switches
+
+
+class SettersReachWeights:
+    """Mixin over a Stage-3 optimizer: what is set on a master is set on the weights."""
+
+    switches: Switches
+
+    @torch.no_grad()
+    def set_full_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
+        """Set a whole master, or a whole moment, of a parameter; call it on every rank.
+
+        Args:
+            value: As many elements as the parameter has, in any shape.
+            param: The parameter.
+            optim_state_key: A key of the optimizer's state (``"exp_avg"``), or None for the master.
+
+        Raises:
+            ValueError: ``value`` has another number of elements.
+        """
+        if not self.switches.keep_edits:
+            super().set_full_hp_param(value, param, optim_state_key)  # type: ignore[misc]
+            return
+        if not param.requires_grad:
+            return
+        super().set_local_hp_param(self._own_part(value, param), param, optim_state_key)  # type: ignore[misc]
+        if optim_state_key is None:
+            self._write_weights(param)
+            if _is_gathered(param):
+                param.data.copy_(value.reshape(param.ds_shape))
+
+    @torch.no_grad()
+    def set_local_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
+        """Set this rank's partition of a master or moment; call it on every rank.
+
+        A gathered copy of the parameter is given up, since no rank knows the others' values; the next use gathers it
+        again.
+
+        Args:
+            value: As many elements as this rank's partition has, padding included.
+            param: The parameter.
+            optim_state_key: A key of the optimizer's state, or None for the master.
+        """
+        super().set_local_hp_param(value, param, optim_state_key)  # type: ignore[misc]
+        if self.switches.keep_edits and param.requires_grad and optim_state_key is None:
+            self._write_weights(param)
+            if _is_gathered(param) and not param.ds_active_sub_modules:
+                param.partition()
+
+    @torch.no_grad()
+    def set_fp32_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
+        """Set a whole gradient of a parameter; call it on every rank.
+
+        Args:
+            value: As many elements as the parameter has, in any shape.
+            param: The parameter.
+
+        Raises:
+            ValueError: ``value`` has another number of elements.
+        """
+        if not self.switches.keep_edits:
+            super().set_fp32_grad_for_param(value, param)  # type: ignore[misc]
+        elif param.requires_grad:
+            self.set_local_grad_for_param(self._own_part(value, param), param)  # type: ignore[attr-defined]
+
+    def _own_part(self, value: torch.Tensor, param: Any) -> torch.Tensor:
+        """This rank's part of a full value, with zeros where the partition is padding."""
+        if value.numel() != param.ds_numel:
+            raise ValueError(f"A parameter of {param.ds_numel} elements was to be set to {value.numel()} of them.")
+        size, real = param.partition_numel(), self.real_elements(param)  # type: ignore[attr-defined]
+        start = size * self._get_param_partition_rank(param)  # type: ignore[attr-defined]
+        own = value.flatten()[start : start + real]
+        return torch.nn.functional.pad(own, (0, size - real))
+
+    def _write_weights(self, param: Any) -> None:
+        if param.ds_tensor.numel() == param.partition_numel():  # weights on NVMe follow with the next step
+            with self._master_of(param) as master:  # type: ignore[attr-defined]
+                param.ds_tensor.copy_(master)
+        # hpZeRO's second copy; upstream drops it in the same way after a step.
+        param.ds_secondary_tensor = None
+
+
+def _is_gathered(param: Any) -> bool:
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    return bool(param.ds_status == ZeroParamStatus.AVAILABLE)
