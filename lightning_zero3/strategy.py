@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero3 import cpu_ops, ds_config, process_exit
+from lightning_zero3.checkpoint import load_consolidated
 from lightning_zero3.config import ConfigConflictError, Zero3Options
 from lightning_zero3.moe import expert_parallel
 from lightning_zero3.optimizer.switches import Switches
@@ -213,6 +214,13 @@ class Zero3FastStrategy(DeepSpeedStrategy):
             target=target,
             print_timers=not self._quiet_timers,
         )
+
+    def _restore_zero_state(self, ckpt: Mapping[str, Any], strict: bool) -> None:
+        if self.options.stock_semantics:
+            super()._restore_zero_state(ckpt, strict)
+            return
+        assert self.lightning_module is not None
+        load_consolidated(self.lightning_module, ckpt["state_dict"], strict)
 
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
         from lightning.pytorch.strategies.deepspeed import remove_module_hooks
