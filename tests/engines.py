@@ -99,3 +99,33 @@ def micro_step(engine: Any, step: int, scale: float = 1.0) -> float:
 def norm_of(engine: Any) -> float:
     """The gradient norm that the engine reports for the last step."""
     return float(engine.get_global_grad_norm())
+
+
+def assert_aliased(optimizer: Any) -> None:
+    """Every flat is its master, and all of them and the ``ds_tensor``s view the one buffer, in sub-group order."""
+    assert optimizer.aliased_sub_groups() == list(range(len(optimizer.fp16_groups)))
+    address, size = optimizer.lp_param_buffer.data_ptr(), optimizer.lp_param_buffer.element_size()
+    offset = 0
+    for index, group in enumerate(optimizer.fp16_groups):
+        assert optimizer.fp32_partitioned_groups_flat[index].data_ptr() == address + offset * size
+        for parameter in group:
+            assert parameter.ds_tensor.data_ptr() == address + offset * size
+            offset += parameter.partition_numel()
+    assert offset == optimizer.lp_param_buffer.numel()
+
+
+def assert_agreement(engine: Any) -> None:
+    """Masters, weights and whatever parameters lie around gathered hold the same numbers, on this rank."""
+    optimizer = engine.optimizer
+    for index, group in enumerate(optimizer.fp16_groups):
+        master, offset = optimizer.fp32_partitioned_groups_flat[index].detach(), 0
+        for parameter in group:
+            size = parameter.partition_numel()
+            start = size * optimizer._get_param_partition_rank(parameter)
+            real = max(0, min(size, parameter.ds_numel - start))
+            weights = parameter.ds_tensor[:real]
+            assert torch.equal(weights, master[offset : offset + real].to(weights.dtype)), "weights and masters"
+            if parameter.data.numel() == parameter.ds_numel:
+                gathered = parameter.data.view(-1)[start : start + real]
+                assert torch.equal(gathered, weights), "gathered and weights"
+            offset += size

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_zero3 import Zero3FastStrategy, Zero3Options
-from tests.engines import PRECISIONS, Trainable, build, micro_step
+from tests.engines import PRECISIONS, Trainable, assert_aliased, build, micro_step
 from tests.fits import Pairs, Regression, assert_equal_bits, fit, tensors_of
 
 PAIR = ("hp_params", "lp_params")
@@ -25,19 +25,6 @@ def states(names: Any) -> Any:
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
     return None if names is None else [OffloadStateTypeEnum(name) for name in names]
-
-
-def assert_aliased(optimizer: Any) -> None:
-    """Every flat is its master, and all of them and the ``ds_tensor``s view the one buffer, in sub-group order."""
-    assert optimizer.aliased_sub_groups() == list(range(len(optimizer.fp16_groups)))
-    address, size = optimizer.lp_param_buffer.data_ptr(), optimizer.lp_param_buffer.element_size()
-    offset = 0
-    for index, group in enumerate(optimizer.fp16_groups):
-        assert optimizer.fp32_partitioned_groups_flat[index].data_ptr() == address + offset * size
-        for parameter in group:
-            assert parameter.ds_tensor.data_ptr() == address + offset * size
-            offset += parameter.partition_numel()
-    assert offset == optimizer.lp_param_buffer.numel()
 
 
 def gone(reference: Any, seconds: float = 2.0) -> bool:
