@@ -1,6 +1,6 @@
-"""Moving an aliased optimizer's states to the host and back, exactly.
+"""Moving an optimizer's states to the host and back, exactly.
 
-Weights and masters share one storage, so they move together, whichever of the two is asked for: one copy of
+Where weights and masters share one storage they move together, whichever of the two is asked for: one copy of
 ``lp_param_buffer``, then every tensor that views it is bound to the copy. The tensor objects stay the same, so the
 alias, ``ds_tensor`` and the keys of the optimizer's state survive, and after a reload the saving is still there.
 
@@ -13,29 +13,32 @@ share nothing, are left to it. Expires when upstream moves shared storage exactl
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 
-
-class AliasedOffloadError(NotImplementedError):
-    """Some sub-groups share weights and masters and others don't; such a buffer can't be moved as one."""
+from lightning_zero3.optimizer.switches import Switches
 
 
-class MoveAliasedStates:
-    """Mixin over a Stage-3 optimizer, above upstream's methods: moves what is shared as one."""
+class MoveStates:
+    """Mixin over a Stage-3 optimizer, above upstream's methods: moves weights, masters and moments."""
 
-    fp16_groups: list[list[torch.nn.Parameter]]
+    switches: Switches
     # Each parameter's ds_tensor, by sub-group.
     fp16_partitioned_groups: list[list[Any]]
     fp16_partitioned_groups_flat: list[torch.Tensor | None]
     fp16_partitioned_groups_flat_numel: list[int]
+    fp32_partitioned_groups_flat: list[torch.Tensor]
     lp_param_buffer: torch.Tensor
     optimizer: torch.optim.Optimizer
     offloaded_states: set[Any]
-    # Moments that are on the host, with the device that each came from.
-    _moments_away: Sequence[tuple[torch.Tensor, torch.device]] = ()
+    # Masters of their own and moments that are on the host, by state, with the device that each came from.
+    _away: dict[Any, list[tuple[torch.Tensor, torch.device]]]
+
+    def _link_all_hp_params(self) -> None:
+        super()._link_all_hp_params()  # type: ignore[misc]
+        self._away = {}
 
     def offload_states(
         self,
@@ -47,37 +50,38 @@ class MoveAliasedStates:
         """Move states to the host; with an alias, weights and masters together.
 
         Args:
-            include: ``OffloadStateTypeEnum`` members; None means all of them. Either of ``hp_params`` and
-                ``lp_params`` moves both.
+            include: ``OffloadStateTypeEnum`` members; None means all of them. Where anything is aliased, either of
+                ``hp_params`` and ``lp_params`` moves both.
             device: ``OffloadDeviceEnum.cpu``, the only one that upstream has.
             pin_memory: Whether the host memory is page-locked.
             non_blocking: Whether copies may still run on return. The device memory is let go of all the same.
-
-        Raises:
-            AliasedOffloadError: Only some sub-groups are aliased.
         """
-        from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+        from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+        from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
 
         device = OffloadDeviceEnum.cpu if device is None else device
-        if not self._all_aliased():
+        if not self._moves_itself():
             super().offload_states(include, device, pin_memory, non_blocking)  # type: ignore[misc]
             return
-        wanted = set(OffloadStateTypeEnum if include is None else include)
-        shared = {OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.lp_params}
-        if wanted & shared and not shared & self.offloaded_states:
+        wanted = set(State if include is None else include)
+        pair = {State.hp_params, State.lp_params}
+        if wanted & pair and self.aliased_sub_groups():  # type: ignore[attr-defined]
+            wanted |= pair
+        due = wanted - self.offloaded_states
+        if State.lp_params in due:
             self.empty_partition_cache()  # type: ignore[attr-defined]
             self._bring_strays_home()
             self._bind(self._host_copy_of_weights(device.value, pin_memory, non_blocking))
-            self.offloaded_states |= shared
-        moments = OffloadStateTypeEnum.optim_states
-        if moments in wanted and moments not in self.offloaded_states:
-            self._send_moments_away(device.value, pin_memory, non_blocking)
-            self.offloaded_states.add(moments)
-        if not pin_memory and OffloadStateTypeEnum.lp_grads not in self.offloaded_states:
+        if State.hp_params in due:
+            self._send_away(State.hp_params, self._separate_masters(), device.value, pin_memory, non_blocking)
+        if State.optim_states in due:
+            self._send_away(State.optim_states, self._moments(), device.value, pin_memory, non_blocking)
+        mine = pair | {State.optim_states}
+        self.offloaded_states |= due & mine
+        if not pin_memory and State.lp_grads in due:
             # Upstream's reload prefers an earlier offload's pinned buffer to what this one has moved.
             self._drop_pinned("lp_grad_partitions_flat_pin_buffers")
-        rest = [state for state in OffloadStateTypeEnum if state in wanted and state not in shared | {moments}]
-        super().offload_states(rest, device, pin_memory, non_blocking)  # type: ignore[misc]
+        super().offload_states([s for s in State if s in due - mine], device, pin_memory, non_blocking)  # type: ignore[misc]
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Move everything back to the device; what was aliased is aliased again.
@@ -86,22 +90,20 @@ class MoveAliasedStates:
             non_blocking: Whether copies may overlap; they are finished on return.
         """
         from deepspeed.accelerator import get_accelerator
-        from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+        from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
 
-        shared = {OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.lp_params}
         # Copies may run until upstream's method synchronises; what they read must live as long.
         on_the_host: list[torch.Tensor] = []
-        if self._all_aliased() and shared & self.offloaded_states:
-            host = self.lp_param_buffer.data
-            on_the_host.append(host)
-            self._bind(_copy(host, get_accelerator().current_device_name(), non_blocking))
-            self.offloaded_states -= shared
-        if OffloadStateTypeEnum.optim_states in self.offloaded_states and self._moments_away:
-            for moment, home in self._moments_away:
-                on_the_host.append(moment.data)
-                moment.data = _copy(moment.data, home, non_blocking)
-            self._moments_away = ()
-            self.offloaded_states.discard(OffloadStateTypeEnum.optim_states)
+        if self._moves_itself():
+            if State.lp_params in self.offloaded_states:
+                host = self.lp_param_buffer.data
+                on_the_host.append(host)
+                self._bind(_copy(host, get_accelerator().current_device_name(), non_blocking))
+            for tensor, home in (pair for pairs in self._away.values() for pair in pairs):
+                on_the_host.append(tensor.data)
+                tensor.data = _copy(tensor.data, home, non_blocking)
+            self._away = {}
+            self.offloaded_states -= {State.lp_params, State.hp_params, State.optim_states}
         super().reload_states(non_blocking)  # type: ignore[misc]
         del on_the_host
 
@@ -111,7 +113,7 @@ class MoveAliasedStates:
         Raises:
             RuntimeError: States are on the host; new ones would be made there and never come back.
         """
-        if self.offloaded_states and self._all_aliased():
+        if self.offloaded_states and self._moves_itself():
             away = ", ".join(sorted(state.value for state in self.offloaded_states))
             raise RuntimeError(f"{away} are offloaded: call reload_states() before loading a checkpoint.")
         return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
@@ -133,14 +135,17 @@ class MoveAliasedStates:
         if strayed:
             self._bind(buffer.data)
 
-    def _all_aliased(self) -> bool:
-        aliased = len(self.aliased_sub_groups())  # type: ignore[attr-defined]
-        if aliased not in (0, len(self.fp16_groups)):
-            raise AliasedOffloadError(
-                f"{aliased} of {len(self.fp16_groups)} sub-groups share weights and masters. Moving states needs all "
-                "of them to, or none: build the strategy with alias_master_weights=False."
-            )
-        return bool(aliased)
+    def _moves_itself(self) -> bool:
+        return self.switches.move_exactly or bool(self.aliased_sub_groups())  # type: ignore[attr-defined]
+
+    def _separate_masters(self) -> list[torch.Tensor]:
+        pairs = zip(self.fp16_partitioned_groups_flat, self.fp32_partitioned_groups_flat, strict=True)
+        return [master for weights, master in pairs if master is not weights]
+
+    def _moments(self) -> list[torch.Tensor]:
+        states = (value for state in self.optimizer.state.values() for value in state.values())
+        # Step counters are single numbers, and some optimizers insist on where theirs is.
+        return [value for value in states if torch.is_tensor(value) and value.numel() > 1]
 
     def _host_copy_of_weights(self, device: str, pin_memory: bool, non_blocking: bool) -> torch.Tensor:
         # The name under which upstream keeps such a buffer for the next time, and unpins it in destroy().
@@ -169,20 +174,17 @@ class MoveAliasedStates:
                 partition.data = buffer.narrow(0, offset, partition.ds_numel)
                 offset += partition.ds_numel
 
-    def _send_moments_away(self, device: str, pin_memory: bool, non_blocking: bool) -> None:
-        away: list[tuple[torch.Tensor, torch.device]] = []
-        for state in self.optimizer.state.values():
-            for value in state.values():
-                # Step counters are single numbers, and some optimizers insist on where theirs is.
-                if torch.is_tensor(value) and value.numel() > 1:
-                    away.append((value, value.device))
-                    if pin_memory:
-                        host = _pinned_like(value.data, device)
-                        host.copy_(value.data, non_blocking=non_blocking)
-                        value.data = host
-                    else:
-                        value.data = _copy(value.data, device, non_blocking)
-        self._moments_away = away
+    def _send_away(
+        self, state: Any, tensors: Iterable[torch.Tensor], device: str, pin_memory: bool, non_blocking: bool
+    ) -> None:
+        self._away[state] = [(tensor, tensor.device) for tensor in tensors]
+        for tensor, _ in self._away[state]:
+            if pin_memory:
+                host = _pinned_like(tensor.data, device)
+                host.copy_(tensor.data, non_blocking=non_blocking)
+                tensor.data = host
+            else:
+                tensor.data = _copy(tensor.data, device, non_blocking)
 
     def _drop_pinned(self, name: str) -> None:
         from deepspeed.accelerator import get_accelerator

@@ -13,7 +13,7 @@ from lightning_zero3.optimizer.grad_clear import ScopedGradClear
 from lightning_zero3.optimizer.invalid_norm import SkipInvalidNorm
 from lightning_zero3.optimizer.master_alias import MasterAlias
 from lightning_zero3.optimizer.missing_gradients import MissingGradients
-from lightning_zero3.optimizer.moving import MoveAliasedStates
+from lightning_zero3.optimizer.moving import MoveStates
 from lightning_zero3.optimizer.setters import SettersReachWeights
 from lightning_zero3.optimizer.switches import Switches
 
@@ -25,7 +25,7 @@ class FastStage3Optimizer(
     MissingGradients,
     KeepEdits,
     SettersReachWeights,
-    MoveAliasedStates,
+    MoveStates,
     MasterAlias,
     DeepSpeedZeroOptimizer_Stage3,
 ):

@@ -17,6 +17,7 @@ class Switches:
     scoped_grad_clear: bool = True
     alias_master_weights: bool = True
     skip_invalid_norm: bool = True
+    move_exactly: bool = True
     keep_edits: bool = True
     zero_missing_gradients: bool = True
     refuse_unfrozen: bool = True
@@ -28,6 +29,7 @@ class Switches:
             scoped_grad_clear=options.scoped_grad_clear,
             alias_master_weights=options.alias_master_weights,
             skip_invalid_norm=not options.stock_semantics,
+            move_exactly=not options.stock_semantics,
             keep_edits=not options.stock_semantics,
             zero_missing_gradients=not options.stock_semantics,
             refuse_unfrozen=not options.stock_semantics,
