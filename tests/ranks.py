@@ -122,6 +122,8 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int) -> None:
             if path not in modules:
                 modules[path] = _load(path)
             torch.manual_seed(0)
+            # DeepSpeed remembers for the whole process that an engine once used autocast.
+            deepspeed.runtime.torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
             answer = ("value", getattr(modules[path], name)(*arguments))
         except BaseException:
             answer = ("error", traceback.format_exc())

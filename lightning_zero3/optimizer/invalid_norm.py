@@ -20,13 +20,15 @@ class SkipInvalidNorm:
 
     switches: Switches
     dtype: torch.dtype
+    torch_autocast_gradscaler: Any
     overflow: bool
     _global_grad_norm: Any
     # Norms of the step in progress, computed early and not yet asked for by ``step``.
     _early_norms: list[torch.Tensor] | None = None
 
     def _overflow_check_and_loss_scale_update(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.switches.skip_invalid_norm:
+        # With torch's GradScaler it is the scaler that skips, and lowers its scale.
+        if not self.switches.skip_invalid_norm or self.torch_autocast_gradscaler is not None:
             return super()._overflow_check_and_loss_scale_update(*args, **kwargs)  # type: ignore[misc]
         # With fp16 upstream checks the gradients themselves and sets this flag anew; otherwise nothing resets it.
         self.overflow = False

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_zero3.capabilities import INVALID_NORM
 from tests.engines import PRECISIONS, Trainable, batch_of, build, norm_of
 from tests.fits import assert_equal_bits, tensors_of
 
@@ -78,13 +79,17 @@ LAYOUTS: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], tuple[str, ...]
     "all persistent": (Trainable, None, {"stage3_param_persistence_threshold": 10**9}, ALL, (1, 2)),
     "overlapping": (Trainable, None, {"overlap_comm": True}, ("fp32", "bf16 masters"), (2,)),
     "zero.Init": (built_in_partitions, None, {}, ("fp32", "autocast"), (1, 2)),
-    "hpZeRO": (Trainable, None, {"zero_hpz_partition_size": 2}, ALL, (2, 4)),
+    "hpZeRO": (Trainable, None, {"zero_hpz_partition_size": 2}, ("fp32", "bf16 with fp32 masters"), (2, 4)),
     "Muon": (Trainable, muon, {"reduce_scatter": False}, ("fp32",), (1, 2)),
 }
 
 
 def same(layout: str, precision: str) -> int:
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
     make, optimizer, zero, _, _ = LAYOUTS[layout]
+    # Stock of 0.19.7 would go on with NaNs.
+    skips = INVALID_NORM.mended(DeepSpeedZeroOptimizer_Stage3)
     runs = []
     for stock in (True, False):
         model = make()
@@ -99,8 +104,8 @@ def same(layout: str, precision: str) -> int:
         losses, norms = [], []
         for step in range(STEPS):
             loss = engine(batch_of(engine, step), step)
-            if step == 2:
-                loss = loss * float("nan")  # a step that is skipped
+            if step == 2 and skips:
+                loss = loss * float("nan")
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())
