@@ -88,16 +88,16 @@ COMBINATIONS: tuple[Combination, ...] = (
         f"{_D}/test_step_paths.py::test_a_norm_that_is_no_number_skips_the_step",
     ),
     Combination(
-        "`offload_states` and `reload_states` with the alias on, every subset, any optimizer whose state is tensors",
+        "`offload_states` and `reload_states`, every subset, any optimizer whose state is tensors",
         "tested",
         "bit for bit a run that never moved; page-locked memory and copies that overlap are unproven on CUDA",
         f"{_D}/test_moving.py::test_every_subset_pinned_or_not_blocking_or_not_with_a_step_between",
     ),
     Combination(
-        "checkpoints of ours loaded by stock, and of stock by ours",
+        "checkpoints of ours loaded by stock, and of stock by ours: full, without optimizer states, module only",
         "tested",
         "training goes on bit for bit",
-        f"{_D}/test_master_alias.py::test_checkpoints_load_both_ways_between_ours_and_stock",
+        f"{_D}/test_checkpoint.py::test_checkpoints_load_both_ways_between_ours_and_stock",
     ),
     Combination(
         "validate, predict after fit",
@@ -125,7 +125,56 @@ COMBINATIONS: tuple[Combination, ...] = (
     ),
     Combination("fp16", "untested", "DeepSpeed has no fp16 on a CPU"),
     Combination("CUDA", "untested", "no GPU has been at hand yet"),
-    Combination("tensor parallelism, ZenFlow, SuperOffload, Muon, hpZeRO, torch.compile", "untested"),
+    Combination(
+        "tied, doubly registered and frozen weights; nothing or everything persistent; overlapping communication; "
+        "hpZeRO; Muon; `zero.Init`; torch's GradScaler",
+        "tested",
+        "bit for bit stock's, with the alias on",
+        f"{_D}/test_layouts.py::test_a_layout_has_stocks_bits",
+    ),
+    Combination(
+        "torch autocast to fp16",
+        "tested",
+        "the GradScaler's path is upstream's own; upstream doesn't lower its scale after an overflow",
+        f"{_D}/test_layouts.py::test_the_gradient_scaler_of_autocast_to_fp16",
+    ),
+    Combination(
+        "universal checkpoints",
+        "tested",
+        "read as stock reads them",
+        f"{_D}/test_checkpoint.py::test_universal_checkpoints",
+    ),
+    Combination(
+        "a single consolidated file (`load_full_weights`)",
+        "tested",
+        "masters, buffers, strictness",
+        f"{_D}/test_checkpoint.py::test_a_single_file_restores_masters_and_buffers_on_every_rank",
+    ),
+    Combination(
+        "loading a checkpoint while states are offloaded",
+        "refused",
+        "reload them first",
+        f"{_D}/test_moving.py::test_states_that_are_away_can_be_saved_but_not_loaded",
+    ),
+    Combination(
+        "a parameter that is unfrozen after set-up",
+        "refused",
+        "freeze it after set-up instead",
+        f"{_D}/test_missing_gradients.py::test_a_parameter_unfrozen_later_is_refused_and_one_frozen_later_is_trained",
+    ),
+    Combination(
+        "DeepCompile with offload_opt_states",
+        "upstream's path",
+        "two copies",
+        "tests/unit/test_engine.py::test_deepcompile_that_moves_masters_in_each_step_keeps_two_copies",
+    ),
+    Combination(
+        "ZenFlow",
+        "upstream's path",
+        "two copies",
+        f"{_D}/test_master_alias.py::test_whatever_moves_weights_or_masters_keeps_two_copies",
+    ),
+    Combination("tensor parallelism, SuperOffload, torch.compile", "untested"),
 )
 
 
