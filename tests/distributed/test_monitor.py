@@ -168,12 +168,12 @@ def test_validation_between_two_micro_steps_takes_nothing_from_their_step(ranks,
         assert 400 <= total < 890, step
 
 
-def misaligned(folder: str) -> dict[str, dict[int, float]]:
+def accumulated(folder: str, stock_semantics: bool) -> dict[str, dict[int, float]]:
     logger = CSVLogger(folder, name="", version="run")
     trainer = fit(
         Regression(),
         Pairs(length=8),
-        "zero3_fast",
+        Zero3FastStrategy(stock_semantics=stock_semantics),
         steps=6,
         accumulate_grad_batches=3,
         logger=logger,
@@ -183,9 +183,16 @@ def misaligned(folder: str) -> dict[str, dict[int, float]]:
     return read_metrics(f"{folder}/run/metrics.csv")
 
 
+def test_a_step_at_an_epochs_end_has_its_engine_times(ranks, tmp_path):
+    # Four batches an epoch: a step after 3 and, at the epoch's end, after 1.
+    metrics = ranks(1).run(accumulated, str(tmp_path), False)[0]
+    assert sorted(metrics[names.STEP_TOTAL]) == sorted(metrics[names.STEP_MICROSTEP]) == [0, 1, 2, 3, 4, 5]
+    assert min(metrics[names.STEP_MICROSTEP].values()) > 0.1
+
+
 def test_a_step_that_the_engine_does_not_take_has_no_engine_times(ranks, tmp_path):
-    # Four batches an epoch: Lightning steps after 3 and, at the epoch's end, after 1; the engine counts on.
-    metrics = ranks(1).run(misaligned, str(tmp_path))[0]
+    # Stock: Lightning steps at the epoch's end as well, the engine counts on.
+    metrics = ranks(1).run(accumulated, str(tmp_path), True)[0]
     assert sorted(metrics[names.STEP_TOTAL]) == [0, 1, 2, 3, 4, 5]
     assert 0 < len(metrics[names.STEP_MICROSTEP]) < 6
     # An engine step that updates nothing takes a few microseconds.
