@@ -7,8 +7,9 @@ the part hangs on. Each :class:`UpstreamLimit` is one thing that the installed p
 
 from __future__ import annotations
 
+import dis
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
@@ -27,6 +28,8 @@ class UpstreamFix:
         hooks: Pairs of an upstream method and a method that it must call for our part to work. A tuple of callers
             means any one of them.
         expires: What makes our part superfluous.
+        order: Methods that upstream's ``step`` must call once each, in this order.
+        uses: Names that upstream's code must refer to: a function that finds the code, and the names.
     """
 
     name: str
@@ -36,14 +39,25 @@ class UpstreamFix:
     mended: Callable[[type[Any]], bool]
     hooks: tuple[tuple[tuple[str, ...], str], ...]
     expires: str
+    order: tuple[str, ...] = ()
+    uses: tuple[tuple[Callable[[type[Any]], Callable[..., Any]], tuple[str, ...]], ...] = ()
 
     def missing_hooks(self, stage3: type[Any]) -> list[str]:
         """Calls that this part relies on and the given class doesn't make, in words."""
-        return [
+        missing = [
             f"{' or '.join(callers)} calling {callee}"
             for callers, callee in self.hooks
             if not hasattr(stage3, callee) or not any(_calls(stage3, caller, callee) for caller in callers)
         ]
+        if self.order and calls_among(stage3.step, self.order) != list(self.order):
+            missing.append(f"step calling {', '.join(self.order)} once each and in this order")
+        for find, names in self.uses:
+            try:
+                absent = [name for name in names if name not in referenced_names(find(stage3))]
+            except AttributeError as error:
+                absent = [str(error)]
+            missing += [f"a use of {name}" for name in absent]
+        return missing
 
 
 def referenced_names(function: Callable[..., Any]) -> frozenset[str]:
@@ -64,6 +78,23 @@ def referenced_names(function: Callable[..., Any]) -> frozenset[str]:
         names.update(code.co_names)
         pending.extend(constant for constant in code.co_consts if isinstance(constant, CodeType))
     return frozenset(names)
+
+
+def calls_among(function: Callable[..., Any], methods: Collection[str]) -> list[str]:
+    """Which of some methods a function's own code looks up, as often and in the order in which it does.
+
+    >>> def outer(self):
+    ...     self.a()
+    ...     for _ in range(3):
+    ...         self.b(self.c)
+    >>> calls_among(outer, {"a", "b", "c"})
+    ['a', 'b', 'c']
+    """
+    return [
+        instruction.argval
+        for instruction in dis.get_instructions(_unwrapped(function))
+        if instruction.opname in ("LOAD_METHOD", "LOAD_ATTR") and instruction.argval in methods
+    ]
 
 
 def _unwrapped(function: Callable[..., Any]) -> FunctionType:
@@ -131,7 +162,107 @@ INVALID_NORM = UpstreamFix(
     expires="DeepSpeed >= 0.19.8 is the oldest that is supported",
 )
 
-UPSTREAM_FIXES = (GRAD_CLEAR, MASTER_ALIAS, INVALID_NORM)
+
+def not_mended(stage3: type[Any]) -> bool:  # noqa: ARG001
+    """No release has it yet, so there is nothing to tell it by."""
+    return False
+
+
+def _coordinators_constructor(_: type[Any]) -> Callable[..., Any]:
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    constructor: Callable[..., Any] = PartitionedParameterCoordinator.__init__
+    return constructor
+
+
+GRAD_NORMS = UpstreamFix(
+    name="coalesce_grad_norms",
+    symbol="DeepSpeedZeroOptimizer_Stage3._get_norm_groups",
+    reason="computes and reduces the gradient norm of one sub-group after the other, experts' twice",
+    affected="0.19.8 and earlier",
+    mended=not_mended,
+    hooks=(
+        (("step",), "_get_norm_groups"),
+        (("_get_norm_groups",), "get_grad_norm_direct"),
+        (("get_grad_norm_direct",), "_assert_same_partition_group"),
+        (("get_grad_norm_direct",), "_get_param_partition_group"),
+        (("get_grad_norm_direct",), "_model_parallel_all_reduce"),
+        (("get_grad_norm_direct",), "_autoep_expert_parallel_group"),
+    ),
+    expires="DeepSpeed reduces norms together",
+)
+
+BATCHED_STEP = UpstreamFix(
+    name="batch_optimizer_step",
+    symbol="DeepSpeedZeroOptimizer_Stage3.step",
+    reason="calls the optimizer once per sub-group, with a flatten, a cast, a copy and an unflatten each, and torch's "
+    "optimizers walk all parameter groups in every call",
+    affected="0.19.8 and earlier",
+    mended=not_mended,
+    hooks=(
+        (("_prepare_sub_group",), "_prepare_fp32_grad_for_sub_group"),
+        (("_reassign_or_swap_out_partitioned_parameters",), "_unflatten_partitioned_parameters"),
+    ),
+    expires="DeepSpeed merges the updates of sub-groups",
+    order=(
+        "_get_norm_groups",
+        "_prepare_sub_group",
+        "unscale_and_clip_grads",
+        "_optimizer_step",
+        "_reassign_or_swap_out_partitioned_parameters",
+        "_release_sub_group",
+        "_post_step",
+    ),
+    uses=(
+        (lambda stage3: stage3._optimizer_step, ("sub_group_to_group_id", "fp32_partitioned_groups_flat")),
+        (lambda stage3: stage3.unscale_and_clip_grads, ("clip_grad", "loss_scale", "clamp")),
+        (lambda stage3: stage3.independent_gradient_partition_epilogue, ("averaged_gradients",)),
+    ),
+)
+
+PERSISTENT_GATHER = UpstreamFix(
+    name="coalesce_persistent_gather",
+    symbol="DeepSpeedZeroOptimizer_Stage3._post_step",
+    reason="gathers persistent parameters by one collective each",
+    affected="0.19.8 and earlier",
+    mended=not_mended,
+    hooks=((("step",), "_post_step"),),
+    expires="DeepSpeed packs persistent parameters",
+    uses=((lambda stage3: stage3._post_step, ("persistent_parameters", "all_gather")),),
+)
+
+RELEASE = UpstreamFix(
+    name="skip_redundant_release",
+    symbol="DeepSpeedZeroOptimizer_Stage3._partition_all_parameters",
+    reason="walks all modules three times to release parameters that are released already",
+    affected="0.19.8 and earlier",
+    mended=not_mended,
+    hooks=(
+        (("step",), "_partition_all_parameters"),
+        (("_post_step",), "invalidate_secondary_tensor"),
+    ),
+    expires="DeepSpeed walks once",
+    uses=(
+        (lambda stage3: stage3._partition_all_parameters, ("parameter_offload", "partition_all_parameters")),
+        (
+            _coordinators_constructor,
+            (
+                "_PartitionedParameterCoordinator__inflight_param_registry",
+                "_PartitionedParameterCoordinator__n_available_params",
+            ),
+        ),
+    ),
+)
+
+UPSTREAM_FIXES = (
+    GRAD_CLEAR,
+    MASTER_ALIAS,
+    INVALID_NORM,
+    GRAD_NORMS,
+    BATCHED_STEP,
+    PERSISTENT_GATHER,
+    RELEASE,
+)
 
 
 def parts_to_leave_out(stage3: type[Any]) -> dict[str, str | None]:

@@ -1,0 +1,119 @@
+"""Parameters are released once before the step, and only those that hold something.
+
+Upstream symbol: ``DeepSpeedZeroOptimizer_Stage3._partition_all_parameters``, which goes to
+``DeepSpeedZeRoOffload.partition_all_parameters`` and ``PartitionedParameterCoordinator.release_and_reset_all``
+(0.19.7, 0.19.8): three walks over all modules, each collecting all parameters anew, although nearly all of them were
+released by the end of backward. Expires when upstream walks once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+
+from lightning_zero3.optimizer.switches import Switches
+from lightning_zero3.optimizer.upstream_path import reason_for_upstreams_step
+
+# Private to upstream's coordinator. Absent names leave the release to upstream.
+_IN_FLIGHT = "_PartitionedParameterCoordinator__inflight_param_registry"
+_AVAILABLE_COUNT = "_PartitionedParameterCoordinator__n_available_params"
+
+
+class ParameterList:
+    """A module's parameters as upstream's ``iter_params`` lists them, listed anew only when the module has changed.
+
+    A change is found by looking at what every module registers, so a parameter or submodule that is added, removed or
+    replaced counts however that was done; modules that only a forward knows (Transformers slices its layers into
+    throw-away lists) don't.
+
+    Args:
+        module: The engine's module.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._seen: list[int] = []
+        # Strong references: an address that is in use can't be given to another object.
+        self._registered: list[Any] = []
+        self._registries: list[Any] = []
+        self._parameters: list[Any] = []
+
+    def current(self) -> list[Any]:
+        """All parameters, external ones included."""
+        # dict's own method: DeepSpeed's registries fetch parameters when they are indexed.
+        registered = itertools.chain.from_iterable(map(dict.values, self._registries))
+        if not self._registries or list(map(id, registered)) != self._seen:
+            self._list_anew()
+        return self._parameters
+
+    def _list_anew(self) -> None:
+        from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
+
+        self._parameters = list(iter_params(self._module, recurse=True))
+        modules = list(self._module.modules())
+        registries = [registry for module in modules for registry in (module._parameters, module._modules)]
+        external = getattr(self._module, "_external_params", None)
+        self._registries = registries if external is None else [*registries, external]
+        self._registered = list(itertools.chain.from_iterable(map(dict.values, self._registries)))
+        self._seen = list(map(id, self._registered))
+
+
+class SkipRedundantRelease:
+    """Mixin over a Stage-3 optimizer: one look at each parameter, and work only for those that are gathered."""
+
+    switches: Switches
+    module: Any
+    # Parameters looked at by the last release; read by tests and benchmarks.
+    release_visits = 0
+    _parameter_list: ParameterList | None = None
+
+    def _partition_all_parameters(self) -> None:
+        if not self.switches.skip_redundant_release or not self._release_gathered():
+            super()._partition_all_parameters()  # type: ignore[misc]
+
+    def invalidate_secondary_tensor(self) -> None:
+        """As upstream's, which visits every parameter: only where there are secondary partitions (hpZ)."""
+        if not self.switches.skip_redundant_release or getattr(self, "zero_hpz_partition_size", 1) > 1:
+            super().invalidate_secondary_tensor()  # type: ignore[misc]
+
+    def _release_gathered(self) -> bool:
+        """Release what is gathered; False, with nothing done, where upstream has to."""
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_param
+
+        coordinator = self._get_param_coordinator()  # type: ignore[attr-defined]
+        if (
+            reason_for_upstreams_step(self) is not None
+            or getattr(coordinator, _IN_FLIGHT, True)  # a gather that is under way has to be waited for
+            or not hasattr(coordinator, _AVAILABLE_COUNT)
+        ):
+            return False
+        if self._parameter_list is None:
+            self._parameter_list = ParameterList(self.module)
+        parameters = self._parameter_list.current()
+        released, gathered = ZeroParamStatus.NOT_AVAILABLE, ZeroParamStatus.AVAILABLE
+        holding = []
+        for parameter in parameters:
+            if parameter.ds_active_sub_modules:
+                parameter.ds_active_sub_modules.clear()
+            if parameter.ds_status is not released:
+                holding.append(parameter)
+        if any(p.ds_status is not gathered or p.ds_tensor.final_location is not None for p in holding):
+            return False
+        self.release_visits = len(parameters)
+        freed = 0
+        for parameter in holding:
+            freed += parameter.ds_numel
+            # On one rank a persistent parameter is a view of its own partition: there is nothing to free, and the
+            # gather after the step would bind the same view again.
+            if not (parameter.ds_persist and _is_its_partition(parameter)):
+                free_param(parameter)
+        # Upstream counts a persistent parameter out at each release and never in again; prefetching follows that count.
+        setattr(coordinator, _AVAILABLE_COUNT, getattr(coordinator, _AVAILABLE_COUNT) - freed)
+        return True
+
+
+def _is_its_partition(parameter: Any) -> bool:
+    partition: torch.Tensor = parameter.ds_tensor
+    return bool(partition.numel() == parameter.ds_numel and parameter.data_ptr() == partition.data_ptr())
