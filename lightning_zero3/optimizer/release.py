@@ -9,6 +9,7 @@ released by the end of backward. Expires when upstream walks once.
 from __future__ import annotations
 
 import itertools
+import operator
 from typing import Any
 
 import torch
@@ -34,17 +35,17 @@ class ParameterList:
 
     def __init__(self, module: Any) -> None:
         self._module = module
-        self._seen: list[int] = []
-        # Strong references: an address that is in use can't be given to another object.
         self._registered: list[Any] = []
         self._registries: list[Any] = []
         self._parameters: list[Any] = []
 
     def current(self) -> list[Any]:
         """All parameters, external ones included."""
-        # dict's own method: DeepSpeed's registries fetch parameters when they are indexed.
+        # dict's own methods: DeepSpeed's registries fetch parameters when they are indexed. Identities are compared, so
+        # that no parameter's memory is touched.
+        same_number = sum(map(dict.__len__, self._registries)) == len(self._registered) > 0
         registered = itertools.chain.from_iterable(map(dict.values, self._registries))
-        if not self._registries or list(map(id, registered)) != self._seen:
+        if not (same_number and all(map(operator.is_, registered, self._registered))):
             self._list_anew()
         return self._parameters
 
@@ -57,7 +58,6 @@ class ParameterList:
         external = getattr(self._module, "_external_params", None)
         self._registries = registries if external is None else [*registries, external]
         self._registered = list(itertools.chain.from_iterable(map(dict.values, self._registries)))
-        self._seen = list(map(id, self._registered))
 
 
 class SkipRedundantRelease:
@@ -80,7 +80,8 @@ class SkipRedundantRelease:
 
     def _release_gathered(self) -> bool:
         """Release what is gathered; False, with nothing done, where upstream has to."""
-        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, free_param
+        from deepspeed.accelerator import get_accelerator
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
         coordinator = self._get_param_coordinator()  # type: ignore[attr-defined]
         if (
@@ -102,13 +103,19 @@ class SkipRedundantRelease:
         if any(p.ds_status is not gathered or p.ds_tensor.final_location is not None for p in holding):
             return False
         self.release_visits = len(parameters)
+        device = get_accelerator()
+        stream = None if device.is_synchronized_device() else device.current_stream()
         freed = 0
         for parameter in holding:
             freed += parameter.ds_numel
             # On one rank a persistent parameter is a view of its own partition: there is nothing to free, and the
             # gather after the step would bind the same view again.
             if not (parameter.ds_persist and _is_its_partition(parameter)):
-                free_param(parameter)
+                # What upstream's free_param does, without an NVTX range for each.
+                if stream is not None:
+                    parameter.data.record_stream(stream)
+                parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+                parameter.ds_status = released
         # Upstream counts a persistent parameter out at each release and never in again; prefetching follows that count.
         setattr(coordinator, _AVAILABLE_COUNT, getattr(coordinator, _AVAILABLE_COUNT) - freed)
         return True
