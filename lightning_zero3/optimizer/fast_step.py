@@ -9,9 +9,7 @@ from lightning_zero3.optimizer.persistent_gather import CoalescePersistentGather
 from lightning_zero3.optimizer.release import SkipRedundantRelease
 
 
-class FastStep(
-    CountCollectives, SkipRedundantRelease, CoalesceGradNorms, BatchOptimizerStep, CoalescePersistentGather
-):
+class FastStep(CountCollectives, SkipRedundantRelease, CoalesceGradNorms, BatchOptimizerStep, CoalescePersistentGather):
     """Mixin over a Stage-3 optimizer: release, norms, update and gather, in the order in which ``step`` comes to them.
 
     And a count of the collectives that are left.

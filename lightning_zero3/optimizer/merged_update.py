@@ -91,7 +91,8 @@ class MergedUpdate:
         self.optimizer = optimizer
         self._group_of = group_of
         # A known class reads the keys of its defaults; FusedAdam takes a new tensor's count of steps from its group.
-        self._read = itemgetter(*optimizer.defaults)
+        self._keys = tuple(optimizer.defaults)
+        self._read = itemgetter(*self._keys)
         self._counts_per_tensor = _is_fused_adam(optimizer)
 
     def buckets(self, sub_groups: Iterable[int], masters: Sequence[torch.Tensor]) -> list[tuple[Any, list[int]]]:
@@ -157,7 +158,11 @@ class MergedUpdate:
             state[tensor]["step"] = count
 
     def _hyper_parameters(self, group: dict[str, Any]) -> Any:
-        values = self._read(group)
+        try:
+            values = self._read(group)
+        except KeyError:
+            # torch adds to the defaults when it loads a state, not to DeepSpeed's groups.
+            values = tuple(group.get(key) for key in self._keys)
         try:
             hash(values)
         except TypeError:

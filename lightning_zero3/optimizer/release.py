@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -67,6 +68,8 @@ class SkipRedundantRelease:
     module: Any
     # Parameters looked at by the last release; read by tests and benchmarks.
     release_visits = 0
+    # Persistent parameters that the last release left as they are.
+    _left_in_place: Sequence[Any] = ()
     _parameter_list: ParameterList | None = None
 
     def _partition_all_parameters(self) -> None:
@@ -78,9 +81,15 @@ class SkipRedundantRelease:
         if not self.switches.skip_redundant_release or getattr(self, "zero_hpz_partition_size", 1) > 1:
             super().invalidate_secondary_tensor()  # type: ignore[misc]
 
+    def _overflow_clean_up(self, *arguments: Any) -> None:
+        # A step that is skipped gathers nothing, so upstream leaves persistent parameters released.
+        for parameter in self._left_in_place:
+            self._free(parameter)
+        self._left_in_place = ()
+        super()._overflow_clean_up(*arguments)  # type: ignore[misc]
+
     def _release_gathered(self) -> bool:
-        """Release what is gathered; False, with nothing done, where upstream has to."""
-        from deepspeed.accelerator import get_accelerator
+        """Release what is gathered, in one pass; False where upstream has to do the rest."""
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
         coordinator = self._get_param_coordinator()  # type: ignore[attr-defined]
@@ -94,31 +103,43 @@ class SkipRedundantRelease:
             self._parameter_list = ParameterList(self.module)
         parameters = self._parameter_list.current()
         released, gathered = ZeroParamStatus.NOT_AVAILABLE, ZeroParamStatus.AVAILABLE
-        holding = []
+        left: list[Any] = []
+        freed, complete = 0, True
         for parameter in parameters:
             if parameter.ds_active_sub_modules:
                 parameter.ds_active_sub_modules.clear()
-            if parameter.ds_status is not released:
-                holding.append(parameter)
-        if any(p.ds_status is not gathered or p.ds_tensor.final_location is not None for p in holding):
-            return False
-        self.release_visits = len(parameters)
-        device = get_accelerator()
-        stream = None if device.is_synchronized_device() else device.current_stream()
-        freed = 0
-        for parameter in holding:
+            if parameter.ds_status is released:
+                continue
+            if parameter.ds_status is not gathered or parameter.ds_tensor.final_location is not None:
+                complete = False
+                continue
             freed += parameter.ds_numel
             # On one rank a persistent parameter is a view of its own partition: there is nothing to free, and the
             # gather after the step would bind the same view again.
-            if not (parameter.ds_persist and _is_its_partition(parameter)):
-                # What upstream's free_param does, without an NVTX range for each.
-                if stream is not None:
-                    parameter.data.record_stream(stream)
-                parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-                parameter.ds_status = released
+            if parameter.ds_persist and _is_its_partition(parameter):
+                left.append(parameter)
+            else:
+                self._free(parameter)
+        self.release_visits = len(parameters)
         # Upstream counts a persistent parameter out at each release and never in again; prefetching follows that count.
         setattr(coordinator, _AVAILABLE_COUNT, getattr(coordinator, _AVAILABLE_COUNT) - freed)
-        return True
+        if not complete:
+            for parameter in left:
+                self._free(parameter)
+            left = []
+        self._left_in_place = left
+        return complete
+
+    @staticmethod
+    def _free(parameter: Any) -> None:
+        """What upstream's ``free_param`` does, without an NVTX range for each."""
+        from deepspeed.accelerator import get_accelerator
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+        if not get_accelerator().is_synchronized_device():
+            parameter.data.record_stream(get_accelerator().current_stream())
+        parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
 
 
 def _is_its_partition(parameter: Any) -> bool:
