@@ -35,7 +35,7 @@ sys.path[:0] = [HERE, str(Path(HERE).parent)]
 import step_arms  # noqa: E402  (found through the line above when the file is run from anywhere)
 
 WARM_UP = 4
-SWITCH_STEPS = 12
+SWITCH_STEPS = 8
 # Persistent at full width with DeepSpeed's threshold of 100,000: layer norms and attention biases, of at most 12,288
 # elements; at these widths at most 32, and the next larger parameter has 256.
 PERSISTENCE_THRESHOLD = 100
@@ -140,7 +140,8 @@ def measure_growing(sub_groups: int, optimizer: str, steps: int) -> dict[str, An
         for name, chosen in (("stock", None), ("ours", step_arms.switches()))
     }
     found = len(engines["ours"].optimizer.fp16_groups)
-    medians = {name: statistics.median(values) for name, values in alternate(engines, steps).items() if values}
+    times = alternate(engines, steps, step_arms.Floor(engines["ours"]))
+    medians = {name: statistics.median(values) for name, values in times.items()}
     seen = {name: look_at(engine) for name, engine in engines.items()}
     case = {
         "model": f"{PARAMETERS} parameters",
@@ -153,6 +154,7 @@ def measure_growing(sub_groups: int, optimizer: str, steps: int) -> dict[str, An
         "stock_ms": medians["stock"],
         "ours_ms": medians["ours"],
         "ratio": medians["ours"] / medians["stock"],
+        "floor_ms": medians["floor"],
         "collectives_stock": seen["stock"]["collectives"],
         "collectives_ours": seen["ours"]["collectives"],
         "peak_bytes_stock": seen["stock"]["peak"],
@@ -183,7 +185,9 @@ def measure_share(parameters: float, device: str, steps: int) -> dict[str, Any]:
     """One rank's share of the true model: our step against the time that moving its bytes takes."""
     sizes = glm_shares(parameters)
     model = step_arms.ManyParameters(sizes, device, torch.bfloat16)
-    zero = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": int(max(sizes) * 2 + 1000)}
+    # DeepSpeed's default bucket at the true size, in proportion below it.
+    bucket = max(2 * max(sizes), round(5e8 * min(1.0, parameters / 3.3e9)))
+    zero = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": bucket}
     # As at full width: every expert tensor is a sub-group, the dense parameters are two.
     zero["sub_group_size"] = max(sizes)
     engine = step_arms.build(
@@ -258,7 +262,7 @@ def work(options: Any) -> dict[str, Any]:
     ]
     growing = []
     if options.growing:
-        growing = [measure_growing(sub_groups, "torch AdamW", 10) for sub_groups in GROWING]
+        growing = [measure_growing(sub_groups, "FusedAdam", 20) for sub_groups in GROWING]
     return {"cases": cases + growing}
 
 

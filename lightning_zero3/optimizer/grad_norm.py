@@ -26,6 +26,8 @@ from lightning_zero3.optimizer.upstream_path import reason_for_upstreams_step
 # Below this size torch's CPU norm adds up one row of a matrix in the order in which it adds up the same vector; larger
 # vectors may be split among threads.
 _ROW_LIMIT = 16_384
+# Bytes for such rows; more gains nothing.
+_ROOM_FOR_ROWS = 1 << 20
 
 
 class CoalesceGradNorms:
@@ -51,7 +53,7 @@ class CoalesceGradNorms:
                 dist.all_reduce(part, group=group)
         roots = sums.pow_(0.5)
         # Upstream's mark for a norm that is no finite number.
-        roots = torch.where(roots.isfinite(), roots, -1.0)
+        roots.masked_fill_(roots.isfinite().logical_not_(), -1.0)
         return list(plan.in_order(roots).unbind())
 
 
@@ -129,34 +131,48 @@ class NormPlan:
         sums = torch.zeros(len(self._order), dtype=self.dtype, device=self.device)
         if not flat:
             return sums
-        norms = self._norms(flat, idle, allowed)
-        squares = torch.empty_like(norms).index_copy_(0, self._where, norms.pow_(2.0))
+        # One number per parameter, three times over, then room for gradients that are made rows of a matrix.
+        count, wide = len(flat), self.dtype.itemsize
+        vectors = 3 * count * wide
+        room = min(max(0, allowed - vectors), _ROOM_FOR_ROWS) if self.device.type == "cpu" else 0
+        memory = Scratch(idle, vectors + room, self.device)
+        norms, squares, gathered = (memory.take(count, self.dtype) for _ in range(3))
+        self._norms(flat, memory, out=norms)
+        squares.index_copy_(0, self._where, norms.pow_(2.0))
         for members, places in self._sums:
+            rows = torch.index_select(squares, 0, places.view(-1), out=gathered[: places.numel()]).view(places.shape)
             # A sum over rows adds each row up as upstream's sum of that row does.
-            sums.index_copy_(0, members, squares[places].sum(1) if places.shape[1] > 1 else squares[places[:, 0]])
+            sums.index_copy_(0, members, rows.sum(1) if places.shape[1] > 1 else rows[:, 0])
         return sums
 
-    def _norms(self, flat: list[torch.Tensor], idle: torch.Tensor | None, allowed: int) -> torch.Tensor:
-        """Norms in the order of ``_alike``; gradients of one small size as the rows of a matrix, on a CPU."""
-        found: list[torch.Tensor] = []
-        room = max(allowed, 0 if idle is None else idle.numel())
+    def _norms(self, flat: list[torch.Tensor], memory: Scratch, out: torch.Tensor) -> None:
+        """Norms in the order of ``_alike``; gradients of one small size as the rows of a matrix, on a CPU.
+
+        Args:
+            flat: All gradients that count.
+            memory: What may be written to.
+            out: 1-D, one number per gradient.
+        """
+        done = 0
         for positions in self._alike:
             numel, narrow = flat[positions[0]].numel(), flat[positions[0]].dtype
-            rows = min(room // (numel * (self.dtype.itemsize + narrow.itemsize)), len(positions))
-            if rows < 2 or numel >= _ROW_LIMIT or self.device.type != "cpu":
+            most = min(memory.left // (numel * (self.dtype.itemsize + narrow.itemsize)), len(positions))
+            if most < 2 or numel >= _ROW_LIMIT or self.device.type != "cpu":
                 # As upstream's g.to(fp64).norm(2), each on its own, by as few launches as the device can.
                 chosen = [flat[k].to(self.device, non_blocking=True) for k in positions]
-                found.extend(torch._foreach_norm(chosen, 2.0, dtype=self.dtype))  # type: ignore[arg-type]
+                found = torch._foreach_norm(chosen, 2.0, dtype=self.dtype)  # type: ignore[arg-type]
+                torch.stack(found, out=out[done : done + len(positions)])
+                done += len(positions)
                 continue
-            for some in _batched(positions, rows):
-                count = len(some) * numel
-                scratch = Scratch(idle, count * (self.dtype.itemsize + narrow.itemsize), self.device)
-                wide, rows_of = scratch.take(count, self.dtype), scratch.take(count, narrow)
-                picked = itemgetter(*some)(flat) if len(some) > 1 else (flat[some[0]],)
-                torch.cat(picked, out=rows_of)
-                matrix = wide.copy_(rows_of).view(len(some), numel)
-                found.append(torch.linalg.vector_norm(matrix, 2.0, dim=1))
-        return torch.cat([norm.reshape(-1) for norm in found])
+            for some in _batched(positions, most):
+                numbers = len(some) * numel
+                with memory.lent():
+                    matrix, rows = memory.take(numbers, self.dtype), memory.take(numbers, narrow)
+                    picked = itemgetter(*some)(flat) if len(some) > 1 else (flat[some[0]],)
+                    torch.cat(picked, out=rows)
+                    matrix = matrix.copy_(rows).view(len(some), numel)
+                    torch.linalg.vector_norm(matrix, 2.0, dim=1, out=out[done : done + len(some)])
+                done += len(some)
 
     def in_order(self, values: torch.Tensor) -> torch.Tensor:
         """Values per sub-group, from the order of :attr:`reductions` to upstream's."""

@@ -10,7 +10,8 @@ Upstream symbols: ``ipg_buckets``, ``IPGBucketZ3.buffer`` and ``elements`` (0.19
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,14 +65,30 @@ class Scratch:
         self._bytes = idle if fits else torch.empty(wanted, dtype=torch.uint8, device=device)
         self._used = 0
 
+    @property
+    def left(self) -> int:
+        """Bytes that can still be taken, wherever they are: idle memory may be more than was wanted."""
+        assert self._bytes is not None
+        return self._bytes.numel() - self._used
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[None]:
+        """What is taken inside is free again afterwards."""
+        before = self._used
+        try:
+            yield
+        finally:
+            self._used = before
+
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The next elements, uninitialised.
 
         Args:
             numel: How many.
-            dtype: Of what; wider types have to be taken before narrower ones, so that they are aligned.
+            dtype: Of what.
         """
         assert self._bytes is not None
+        self._used += -self._used % dtype.itemsize
         taken = self._bytes.narrow(0, self._used, numel * dtype.itemsize).view(dtype)
         self._used += numel * dtype.itemsize
         return taken
