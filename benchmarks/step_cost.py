@@ -33,6 +33,7 @@ HERE = str(Path(__file__).parent)
 sys.path[:0] = [HERE, str(Path(HERE).parent)]
 
 import step_arms  # noqa: E402  (found through the line above when the file is run from anywhere)
+import step_report  # noqa: E402
 
 WARM_UP = 4
 SWITCH_STEPS = 8
@@ -332,9 +333,9 @@ def main() -> None:
             other = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
             cases = start(python, 1, [*common, "--no-switches", "--no-growing"])["cases"]
             report["also"].append({"versions": {**versions, "deepspeed": other}, "cases": cases})
-        step_arms.print_table(report)
+        step_report.print_table(report)
         if options.chart:
-            step_arms.draw(report, Path(options.chart))
+            step_report.draw(report, Path(options.chart))
     if options.json:
         Path(options.json).write_text(json.dumps(report, indent=2) + "\n")
 

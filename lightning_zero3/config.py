@@ -40,14 +40,14 @@ class Zero3Options:
         coalesce_grad_norms: Compute the gradient norms of all sub-groups together, with one reduction per process
             group instead of one or two per sub-group.
         batch_optimizer_step: Call the optimizer once for many sub-groups, where it is known to treat each tensor for
-            itself: torch's Adam, AdamW and SGD, DeepSpeed's FusedAdam and CPUAdam. Any other optimizer, offload, ZenFlow
-            and Muon take upstream's step.
+            itself: torch's Adam, AdamW and SGD, DeepSpeed's FusedAdam and CPUAdam. Any other optimizer, offload,
+            ZenFlow and Muon take upstream's step.
         coalesce_persistent_gather: Gather the persistent parameters after the step by one collective per process group
             and dtype, instead of one per parameter.
         skip_redundant_release: Before the step, release only parameters that are still gathered, in one pass.
         step_bytes_budget: Bytes of gradients, in the masters' dtype, that one call to the optimizer updates; at least
-            one sub-group's. ``None``: as many as fit in memory that is idle during the step (the reduction bucket), such
-            that the step's peak is no higher than stock's.
+            one sub-group's. ``None``: as many as fit in memory that is idle during the step (the reduction bucket),
+            such that the step's peak is no higher than stock's.
         expert_parallel_size: Number of ranks that share one set of experts. ``None`` leaves the model's MoE layers as
             they are; 1 replaces them by AutoEP's layers with all experts on every rank.
         expert_parallel_preset: Name of DeepSpeed's AutoEP preset; ``None`` resolves it from the model's config.

@@ -54,7 +54,7 @@ class BatchOptimizerStep:
     optimizer: torch.optim.Optimizer
     fp16_groups: list[list[torch.nn.Parameter]]
     fp16_partitioned_groups: list[list[torch.Tensor]]
-    fp16_partitioned_groups_flat: list[torch.Tensor]
+    fp16_partitioned_groups_flat: list[torch.Tensor | None]
     fp32_partitioned_groups_flat: list[torch.Tensor]
     grad_partitions_flat_buffer: torch.Tensor
     lp_param_buffer: torch.Tensor
@@ -277,9 +277,10 @@ class BatchOptimizerStep:
         """Masters into weights, where they are two tensors; bind the partitions again where they aren't bound."""
         assert self._layouts is not None
         weights, masters = self.fp16_partitioned_groups_flat, self.fp32_partitioned_groups_flat
-        apart = [index for index, weight in enumerate(weights) if weight is not masters[index]]
+        # None stands for weights on NVMe, which this step doesn't know.
+        apart = [(w, m) for w, m in zip(weights, masters, strict=True) if w is not None and w is not m]
         if apart:
-            torch._foreach_copy_([weights[i].data for i in apart], [masters[i].data for i in apart])
+            torch._foreach_copy_([weight.data for weight, _ in apart], [master.data for _, master in apart])
         partitions = itertools.chain.from_iterable(self.fp16_partitioned_groups)
         if not self._layouts[1].holds(self.lp_param_buffer, partitions):
             for index in range(len(weights)):

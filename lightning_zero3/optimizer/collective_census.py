@@ -1,7 +1,8 @@
 """The census of collectives: how many the optimizer step launches, counted where DeepSpeed launches them.
 
-Upstream symbol: ``deepspeed.comm.comm.cdb``, the backend object that every function of ``deepspeed.comm`` calls (0.19.7,
-0.19.8). It is replaced for the length of ``step`` only, and only when somebody asked. Expires when DeepSpeed counts.
+Upstream symbol: ``deepspeed.comm.comm.cdb``, the backend object that every function of ``deepspeed.comm`` calls
+(0.19.7, 0.19.8). It is replaced for the length of ``step`` only, and only when somebody asked. Expires when DeepSpeed
+counts.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Gradient norms of all sub-groups at once: one pass over the gradients, one reduction per process group.
 
-Upstream symbols: ``DeepSpeedZeroOptimizer_Stage3._get_norm_groups`` and ``get_grad_norm_direct`` (0.19.7, 0.19.8), which
-compute and reduce the norm of one sub-group after the other, experts' twice. Expires when upstream reduces them
+Upstream symbols: ``DeepSpeedZeroOptimizer_Stage3._get_norm_groups`` and ``get_grad_norm_direct`` (0.19.7, 0.19.8),
+which compute and reduce the norm of one sub-group after the other, experts' twice. Expires when upstream reduces them
 together.
 
-Each parameter's norm, each sub-group's sum and the order within both stay upstream's, in fp64, so one and two ranks give
-the same bits. With more ranks a reduction of many numbers may add the ranks' parts in another order than one of a
+Each parameter's norm, each sub-group's sum and the order within both stay upstream's, in fp64, so one and two ranks
+give the same bits. With more ranks a reduction of many numbers may add the ranks' parts in another order than one of a
 single number; the norm then differs by at most 4 fp64 ulps.
 """
 
@@ -34,7 +34,7 @@ class CoalesceGradNorms:
     """Mixin over a Stage-3 optimizer, below whatever asks for the norms."""
 
     switches: Switches
-    averaged_gradients: Mapping[int, Sequence[torch.Tensor]]
+    averaged_gradients: dict[int, Any]
     _norm_plan: NormPlan | None = None
 
     def _get_norm_groups(self) -> list[torch.Tensor]:
@@ -160,7 +160,7 @@ class NormPlan:
             if most < 2 or numel >= _ROW_LIMIT or self.device.type != "cpu":
                 # As upstream's g.to(fp64).norm(2), each on its own, by as few launches as the device can.
                 chosen = [flat[k].to(self.device, non_blocking=True) for k in positions]
-                found = torch._foreach_norm(chosen, 2.0, dtype=self.dtype)  # type: ignore[arg-type]
+                found = torch._foreach_norm(chosen, 2.0, dtype=self.dtype)
                 torch.stack(found, out=out[done : done + len(positions)])
                 done += len(positions)
                 continue

@@ -1,7 +1,8 @@
 """Persistent parameters are gathered after the step by one collective per process group and dtype.
 
-Upstream symbol: ``DeepSpeedZeroOptimizer_Stage3._post_step``, whose ``all_gather`` of the persistent parameters launches
-one collective for each of them (``Init._allgather_params_coalesced``; 0.19.7, 0.19.8). Expires when upstream packs them.
+Upstream symbol: ``DeepSpeedZeroOptimizer_Stage3._post_step``, whose ``all_gather`` of the persistent parameters
+launches one collective for each of them (``Init._allgather_params_coalesced``; 0.19.7, 0.19.8). Expires when upstream
+packs them.
 """
 
 from __future__ import annotations

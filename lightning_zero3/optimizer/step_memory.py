@@ -1,8 +1,8 @@
 """How much memory a step may use beyond what is live between steps, and where it may come from.
 
 Stock's step already reaches a peak: the copy of the largest sub-group's gradients in the masters' dtype, the
-optimizer's working memory for it, and the largest parameter's gradient in fp64 for the norm. Merged work must stay at or
-below that peak. Most of what it needs comes from memory that is idle: the reduction bucket, which is empty from the
+optimizer's working memory for it, and the largest parameter's gradient in fp64 for the norm. Merged work must stay at
+or below that peak. Most of what it needs comes from memory that is idle: the reduction bucket, which is empty from the
 end of backward's epilogue to the next backward.
 
 Upstream symbols: ``ipg_buckets``, ``IPGBucketZ3.buffer`` and ``elements`` (0.19.7, 0.19.8).

@@ -55,7 +55,7 @@ class Mine(torch.optim.AdamW):
 
 
 def state_of(engine: Any) -> dict[str, list[torch.Tensor]]:
-    """Everything that the step changes: weights, masters, moments, counts of steps, the flat gradients, what is gathered."""
+    """What the step changes: weights, masters, moments, counts of steps, the flat gradients, what is gathered."""
     optimizer = engine.optimizer
     inner = optimizer.optimizer
     counts = [inner.state[master].get("step", 0) for master in optimizer.fp32_partitioned_groups_flat]
