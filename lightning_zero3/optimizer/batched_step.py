@@ -225,7 +225,7 @@ class BatchOptimizerStep:
         return plans[key]
 
     def _plan_chunks(self, scaled: bool, idle: int) -> list[Chunk]:
-        """Cut the sub-groups into chunks: by bytes of copied gradients, and by what the optimizer allocates for them."""
+        """Cut the sub-groups into chunks: by bytes of copied gradients, and by what the optimizer allocates."""
         masters = self.fp32_partitioned_groups_flat
         size = masters[0].element_size()
         copied = [self._is_copied(index, scaled) for index in range(len(masters))]
