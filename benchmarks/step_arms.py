@@ -134,7 +134,7 @@ def build(
 
 @contextlib.contextmanager
 def _one_group_per_expert_tensor() -> Iterator[None]:
-    """At full width an expert tensor fills a parameter group of its own; at tiny widths the limit has to be tiny too."""
+    """At full width an expert tensor fills a parameter group; at tiny widths the limit has to be tiny too."""
     from deepspeed.moe import utils
 
     split = utils.split_params_into_different_moe_groups_for_optimizer

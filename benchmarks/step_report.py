@@ -20,10 +20,11 @@ def print_table(report: dict[str, Any]) -> None:
         times = f"{case['stock_ms']:.1f} → {case['ours_ms']:.2f}"
         launched = f"{case['collectives_stock']} → {case['collectives_ours']}"
         peaks = f"{case['peak_bytes_stock']:,} → {case['peak_bytes_ours']:,}"
+        bits = "same" if case["same_bits"] else "DIFFER"
         floor = f"{case['floor_ms']:.2f}"
         print(
             f"{release:>10}{case['ranks']:>6} {case['model']:<18}{case['optimizer']:<12}{case['sub_groups']:>11}"
-            f"{times:>20}{case['ratio']:>7.3f}{floor:>7}{launched:>13}{peaks:>27}  {'same' if case['same_bits'] else 'DIFFER'}"
+            f"{times:>20}{case['ratio']:>7.3f}{floor:>7}{launched:>13}{peaks:>27}  {bits}"
         )
     print(f"\n{'ranks':>5} {'optimizer':<12}" + "".join(f"{name:>29}" for name in SWITCHES) + "   (ratio, alone)")
     for _, case in rows:

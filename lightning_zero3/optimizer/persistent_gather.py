@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from lightning_zero3.optimizer.step_memory import Scratch, idle_bytes
 from lightning_zero3.optimizer.switches import Switches
 from lightning_zero3.optimizer.upstream_path import reason_for_upstreams_step
 
@@ -66,21 +67,25 @@ class CoalescePersistentGather:
                     for parameter in shelf.parameters:
                         parameter.data = parameter.ds_tensor.data.view(shelf.shape)
                         parameter.ds_status = ZeroParamStatus.AVAILABLE
-            elif self._packing_fits(shelves, dtype, ranks):
-                _gather(shelves, group, ranks)
+            elif (memory := self._memory_to_pack(shelves, dtype, ranks)) is not None:
+                _gather(shelves, group, ranks, memory)
                 for shelf in shelves:
                     for parameter in shelf.parameters:
                         parameter.ds_status = ZeroParamStatus.AVAILABLE
 
-    def _packing_fits(self, shelves: list[_Shelf], dtype: torch.dtype, ranks: int) -> bool:
-        """Whether packing stays below the peak that the step has anyway.
+    def _memory_to_pack(self, shelves: list[_Shelf], dtype: torch.dtype, ranks: int) -> Scratch | None:
+        """Memory for the packed parts of this rank and of all ranks, next to the gathered parameters themselves.
 
-        While it is packed, everything exists a second time, and this rank's share a third. Few and small parameters
-        persist by default; where a user lets the whole model persist, upstream's one-by-one gather needs less.
+        Idle memory where it suffices, else as much as the step's peak leaves. Few and small parameters persist by
+        default; where a user lets a whole model persist and neither suffices, upstream's gather needs less: None.
         """
-        packed = sum(len(shelf.parameters) * shelf.partition for shelf in shelves) * dtype.itemsize
-        allowed: int = self.gather_bytes_allowed(packed * ranks)  # type: ignore[attr-defined]
-        return packed * (ranks + 1) <= allowed
+        wanted = sum(len(shelf.parameters) * shelf.partition for shelf in shelves) * dtype.itemsize * (ranks + 1)
+        gathered = wanted // (ranks + 1) * ranks
+        idle = idle_bytes(self)
+        fits = idle is not None and wanted <= idle.numel()
+        if not fits and wanted > self.gather_bytes_allowed(gathered):  # type: ignore[attr-defined]
+            return None
+        return Scratch(idle, wanted, shelves[0].parameters[0].ds_tensor.device)
 
 
 def _plan(parameters: list[Any]) -> list[tuple[Any, torch.dtype, list[_Shelf]]]:
@@ -109,21 +114,24 @@ def _shape_of(parameter: Any) -> tuple[int, int, tuple[int, ...]]:
     return parameter.ds_tensor.numel(), parameter.ds_numel, tuple(parameter.ds_shape)
 
 
-def _gather(shelves: list[_Shelf], group: Any, ranks: int) -> None:
+def _gather(shelves: list[_Shelf], group: Any, ranks: int, memory: Scratch) -> None:
     """One all-gather; then each parameter's parts, which lie one rank apart, are put side by side.
 
     Args:
         shelves: What to gather; all partitions have one dtype.
         group: The process group.
         ranks: Its size.
+        memory: For this rank's parts and all ranks' parts.
     """
     from deepspeed import comm as dist
 
-    local = torch.cat([parameter.ds_tensor for shelf in shelves for parameter in shelf.parameters])
-    by_rank = local.new_empty(ranks * local.numel())
+    parts = [parameter.ds_tensor for shelf in shelves for parameter in shelf.parameters]
+    count, dtype = sum(part.numel() for part in parts), parts[0].dtype
+    local, by_rank = memory.take(count, dtype), memory.take(ranks * count, dtype)
+    torch.cat(parts, out=local)
     dist.all_gather_into_tensor(by_rank, local, group=group)
     by_rank = by_rank.view(ranks, -1)
-    whole = local.new_empty(by_rank.numel())
+    whole = torch.empty(by_rank.numel(), dtype=dtype, device=local.device)
     start = 0
     for shelf in shelves:
         count, part = len(shelf.parameters), shelf.partition

@@ -398,14 +398,14 @@ class Counted:
         self.census = stage3.step_collectives
 
 
-def counts(sub_group_size: int, persistent: bool, budget: int | None) -> dict[str, int]:
+def counts(sub_group_size: int, threshold: int, budget: int | None) -> dict[str, int]:
     model = Trainable(dims=(20, *[20] * 12, 20))
     engine = build(
         model,
         optimizer=optimizers(model.parameters(), "AdamW"),
         sub_group_size=sub_group_size,
         options=Zero3Options(step_bytes_budget=budget),
-        zero={"stage3_param_persistence_threshold": 20 if persistent else 0},
+        zero={"stage3_param_persistence_threshold": threshold},
         bf16={"enabled": True},
         gradient_clipping=1.0,
     )
@@ -430,11 +430,12 @@ def counts(sub_group_size: int, persistent: bool, budget: int | None) -> dict[st
     }
 
 
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("threshold", [0, 20, 10**9])
 @pytest.mark.parametrize("sub_group_size", [100, 1000, 10**9])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_collectives_visits_and_calls_dont_grow_with_sub_groups(ranks, world_size, sub_group_size, persistent):
-    for seen in ranks(world_size).run(counts, sub_group_size, persistent, None):
+def test_collectives_visits_and_calls_dont_grow_with_sub_groups(ranks, world_size, sub_group_size, threshold):
+    persistent = threshold > 0
+    for seen in ranks(world_size).run(counts, sub_group_size, threshold, None):
         groups = 1 if world_size > 1 else 0
         assert seen["collectives"] == seen["census"] == groups + groups * persistent
         assert seen["released"] == seen["cleared"] == seen["parameters"]
@@ -445,10 +446,10 @@ def test_collectives_visits_and_calls_dont_grow_with_sub_groups(ranks, world_siz
 
 
 def test_a_byte_budget_cuts_the_step_into_chunks(ranks):
-    (seen,) = ranks(1).run(counts, 1, False, 4 * 20 * 21 * 3)
+    (seen,) = ranks(1).run(counts, 1, 0, 4 * 20 * 21 * 3)
     assert 3 < seen["chunks"] < seen["sub-groups"]
     assert seen["optimizer calls"] <= 2 * seen["chunks"]
-    (least,) = ranks(1).run(counts, 1, False, 1)
+    (least,) = ranks(1).run(counts, 1, 0, 1)
     assert least["chunks"] == least["optimizer calls"] == least["sub-groups"]
 
 
