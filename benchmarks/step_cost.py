@@ -293,6 +293,12 @@ def start(python: str, ranks: int, arguments: list[str]) -> dict[str, Any]:
     return result
 
 
+def keep(report: dict[str, Any], path: str | None) -> None:
+    """Write what there is so far: a whole run takes a quarter of an hour and more."""
+    if path:
+        Path(path).write_text(json.dumps(report, indent=2) + "\n")
+
+
 def main() -> None:
     """Measure, print a table, write JSON and a chart."""
     parser = step_arms.parser(__doc__.splitlines()[0] if __doc__ else None)
@@ -328,6 +334,7 @@ def main() -> None:
             report["cases"] += start(sys.executable, ranks, common + quick + [*([] if growing else ["--no-growing"])])[
                 "cases"
             ]
+            keep(report, options.json)
         for python in options.also:
             code = "from importlib.metadata import version; print(version('deepspeed'))"
             other = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
@@ -336,8 +343,7 @@ def main() -> None:
         step_report.print_table(report)
         if options.chart:
             step_report.draw(report, Path(options.chart))
-    if options.json:
-        Path(options.json).write_text(json.dumps(report, indent=2) + "\n")
+    keep(report, options.json)
 
 
 if __name__ == "__main__":
