@@ -242,6 +242,7 @@ RELEASE = UpstreamFix(
         (("_post_step",), "invalidate_secondary_tensor"),
     ),
     expires="DeepSpeed walks once",
+    order=("_pre_step", "_partition_all_parameters"),
     uses=(
         (lambda stage3: stage3._partition_all_parameters, ("parameter_offload", "partition_all_parameters")),
         (

@@ -68,12 +68,19 @@ class SkipRedundantRelease:
     module: Any
     # Parameters looked at by the last release; read by tests and benchmarks.
     release_visits = 0
+    _step_begins = False
     # Persistent parameters that the last release left as they are.
     _left_in_place: Sequence[Any] = ()
     _parameter_list: ParameterList | None = None
 
+    def _pre_step(self) -> None:
+        super()._pre_step()  # type: ignore[misc]
+        self._step_begins = True
+
     def _partition_all_parameters(self) -> None:
-        if not self.switches.skip_redundant_release or not self._release_gathered():
+        # Checkpoints call this too, and then every parameter has to be released.
+        step_begins, self._step_begins = self._step_begins, False
+        if not (step_begins and self.switches.skip_redundant_release and self._release_gathered()):
             super()._partition_all_parameters()  # type: ignore[misc]
 
     def invalidate_secondary_tensor(self) -> None:

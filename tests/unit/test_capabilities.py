@@ -200,6 +200,8 @@ class StepsInAnotherOrder(DeepSpeedZeroOptimizer_Stage3):
     """Updates before it has scaled the gradients."""
 
     def step(self, closure: Any = None) -> None:
+        self._pre_step()
+        self._partition_all_parameters()
         self._get_norm_groups()
         for index, _ in enumerate(self.fp16_groups):
             self._prepare_sub_group(index, set())
@@ -207,7 +209,6 @@ class StepsInAnotherOrder(DeepSpeedZeroOptimizer_Stage3):
             self.unscale_and_clip_grads(index, None)
             self._reassign_or_swap_out_partitioned_parameters(index)
             self._release_sub_group(index, set())
-        self._partition_all_parameters()
         self._post_step(set())
 
 
