@@ -64,7 +64,15 @@ def build(ours: bool, sub_groups: int) -> Any:
         "zero_optimization": {"stage": 3, "reduce_bucket_size": 100_000, "stage3_param_persistence_threshold": 0},
     }
     # The census on both arms; the clear is the only switch that differs.
-    switches = Switches(scoped_grad_clear=ours, alias_master_weights=False, skip_invalid_norm=False)
+    switches = Switches(
+        scoped_grad_clear=ours,
+        alias_master_weights=False,
+        coalesce_grad_norms=False,
+        batch_optimizer_step=False,
+        coalesce_persistent_gather=False,
+        skip_redundant_release=False,
+        skip_invalid_norm=False,
+    )
     with substituted(stage3, "DeepSpeedZeroOptimizer_Stage3", FastStage3Optimizer.with_switches(switches)):
         engine, optimizer, _, _ = deepspeed.initialize(
             args=argparse.Namespace(device_rank=0),
@@ -146,7 +154,7 @@ def census(model: nn.Module) -> dict[str, Any]:
         optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),
         lr_scheduler=None,
         local_rank=0,
-        switches=Switches.from_options(Zero3Options(scoped_grad_clear=False)),
+        switches=Switches.from_options(Zero3Options(scoped_grad_clear=False, batch_optimizer_step=False)),
         target=None,
     )
     optimizer.start_grad_clear_census()

@@ -9,75 +9,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
-from types import CodeType, FunctionType
 from typing import Any
 
-
-@dataclass(frozen=True)
-class UpstreamFix:
-    """One fault or gap upstream that this package handles until upstream does.
-
-    Args:
-        name: The switch or part that handles it.
-        symbol: The upstream symbol.
-        reason: What is wrong there.
-        affected: Releases in which it was seen.
-        mended: Reads the given upstream class and tells whether upstream has the fix.
-        hooks: Pairs of an upstream method and a method that it must call for our part to work. A tuple of callers
-            means any one of them.
-        expires: What makes our part superfluous.
-        lacking: Reads the given upstream class and tells, in words, what else our part relies on and doesn't find.
-    """
-
-    name: str
-    symbol: str
-    reason: str
-    affected: str
-    mended: Callable[[type[Any]], bool]
-    hooks: tuple[tuple[tuple[str, ...], str], ...]
-    expires: str
-    lacking: Callable[[type[Any]], list[str]] = lambda _: []
-
-    def missing_hooks(self, stage3: type[Any]) -> list[str]:
-        """Calls that this part relies on and the given class doesn't make, in words."""
-        return [
-            f"{' or '.join(callers)} calling {callee}"
-            for callers, callee in self.hooks
-            if not hasattr(stage3, callee) or not any(_calls(stage3, caller, callee) for caller in callers)
-        ] + self.lacking(stage3)
-
-
-def referenced_names(function: Callable[..., Any]) -> frozenset[str]:
-    """Names that a function's code refers to, nested functions included.
-
-    DeepSpeed's ``instrument_w_nvtx`` wraps without setting ``__wrapped__``, so the wrapped function is taken out of
-    the wrapper's closure.
-
-    >>> def outer():
-    ...     return len([abs(n) for n in ()])
-    >>> sorted(referenced_names(outer) & {"len", "abs", "sum"})
-    ['abs', 'len']
-    """
-    names: set[str] = set()
-    pending: list[CodeType] = [_unwrapped(function).__code__]
-    while pending:
-        code = pending.pop()
-        names.update(code.co_names)
-        pending.extend(constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return frozenset(names)
-
-
-def _unwrapped(function: Callable[..., Any]) -> FunctionType:
-    found: Any = inspect.unwrap(function)
-    while getattr(found, "__name__", "") == "wrapped_fn" and found.__closure__:
-        inner = [cell.cell_contents for cell in found.__closure__ if inspect.isfunction(cell.cell_contents)]
-        if len(inner) != 1:
-            break
-        found = inspect.unwrap(inner[0])
-    if not inspect.isfunction(found):
-        raise TypeError(f"{function!r} is no Python function, so its code can't be read.")
-    return found
+from lightning_zero3.probing import UpstreamFix, UpstreamLimit, referenced_names, unwrapped
 
 
 def clears_once_per_step(stage3: type[Any]) -> bool:
@@ -91,35 +25,13 @@ def aliases_master_weights(stage3: type[Any]) -> bool:
     The dead comparison is ``tensor.device == self.device`` with a string on the right. A mended one wraps the string
     in ``torch.device``, which then appears among the names next to ``device``.
     """
-    source = inspect.getsource(_unwrapped(stage3._create_fp32_partitions))
+    source = inspect.getsource(unwrapped(stage3._create_fp32_partitions))
     return "torch.device(self.device)" in source
 
 
 def skips_invalid_norms(stage3: type[Any]) -> bool:
     """Whether a Stage-3 optimizer class takes a gradient norm that is no finite number for an overflow."""
     return "combine_grad_norm_groups" in referenced_names(stage3.step)
-
-
-def not_detectable(_: type[Any]) -> bool:
-    """For a fix that upstream could make in many places, where having it twice does no harm."""
-    return False
-
-
-def _gathering_works_otherwise(_: type[Any]) -> list[str]:
-    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
-
-    expected = {"all_gather": GatheredParameters.__enter__, "partition": GatheredParameters._partition_params}
-    return [
-        f"GatheredParameters calling {name} on a parameter"
-        for name, method in expected.items()
-        if name not in referenced_names(method)
-    ]
-
-
-def _gradient_partitions_are_elsewhere(stage3: type[Any]) -> list[str]:
-    name = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
-    found = hasattr(stage3, "_setup_for_real_optimizer") and name in referenced_names(stage3._setup_for_real_optimizer)
-    return [] if found else [f"_setup_for_real_optimizer making {name}"]
 
 
 GRAD_CLEAR = UpstreamFix(
@@ -155,15 +67,37 @@ INVALID_NORM = UpstreamFix(
     expires="DeepSpeed >= 0.19.8 is the oldest that is supported",
 )
 
+
+def not_mended(stage3: type[Any]) -> bool:  # noqa: ARG001
+    """No release has it yet, so there is nothing to tell it by; having it twice would do no harm."""
+    return False
+
+
+def _coordinators_constructor(_: type[Any]) -> Callable[..., Any]:
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    constructor: Callable[..., Any] = PartitionedParameterCoordinator.__init__
+    return constructor
+
+
+def _gathered_parameters() -> Any:
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+    return GatheredParameters
+
+
 KEEP_EDITS = UpstreamFix(
     name="keep_edits",
     symbol="partition_parameters.GatheredParameters; DeepSpeedZeroOptimizer_Stage3.set_full_hp_param",
     reason="edits of gathered weights don't reach masters, edits of masters don't reach gathered weights",
     affected="0.19.8 and earlier",
-    mended=not_detectable,
+    mended=not_mended,
     hooks=((("__init__",), "_link_all_hp_params"),),
     expires="upstream writes both; until it is noticed, ours finds nothing left to write",
-    lacking=_gathering_works_otherwise,
+    uses=(
+        (lambda _: _gathered_parameters().__enter__, ("all_gather",)),
+        (lambda _: _gathered_parameters()._partition_params, ("partition",)),
+    ),
 )
 
 MISSING_GRADIENTS = UpstreamFix(
@@ -171,7 +105,7 @@ MISSING_GRADIENTS = UpstreamFix(
     symbol="DeepSpeedZeroOptimizer_Stage3.partition_grads",
     reason="the gradient buffer outlives the step, so a parameter unused in this step moves by an older gradient",
     affected="0.19.8 and earlier",
-    mended=not_detectable,
+    mended=not_mended,
     hooks=(
         (("__init__",), "_link_all_hp_params"),
         (("_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads",), "partition_grads"),
@@ -179,7 +113,12 @@ MISSING_GRADIENTS = UpstreamFix(
         (("step",), "_pre_step"),
     ),
     expires="upstream clears what wasn't written; until it is noticed, ours writes zeros over zeros",
-    lacking=_gradient_partitions_are_elsewhere,
+    uses=(
+        (
+            lambda stage3: stage3._setup_for_real_optimizer,
+            ("_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition",),
+        ),
+    ),
 )
 
 REFUSE_UNFROZEN = UpstreamFix(
@@ -187,12 +126,103 @@ REFUSE_UNFROZEN = UpstreamFix(
     symbol="DeepSpeedZeroOptimizer_Stage3._get_trainable_parameter_groups",
     reason="a parameter that is unfrozen after set-up is never trained, without a word",
     affected="0.19.8 and earlier",
-    mended=not_detectable,
+    mended=not_mended,
     hooks=((("__init__",), "_link_all_hp_params"), (("step",), "_pre_step")),
     expires="upstream trains such parameters or refuses them",
 )
 
-UPSTREAM_FIXES = (GRAD_CLEAR, MASTER_ALIAS, INVALID_NORM, KEEP_EDITS, MISSING_GRADIENTS, REFUSE_UNFROZEN)
+GRAD_NORMS = UpstreamFix(
+    name="coalesce_grad_norms",
+    symbol="DeepSpeedZeroOptimizer_Stage3._get_norm_groups",
+    reason="computes and reduces the gradient norm of one sub-group after the other, experts' twice",
+    affected="0.19.8 and earlier",
+    mended=not_mended,
+    hooks=(
+        (("step",), "_get_norm_groups"),
+        (("_get_norm_groups",), "get_grad_norm_direct"),
+        (("get_grad_norm_direct",), "_assert_same_partition_group"),
+        (("get_grad_norm_direct",), "_get_param_partition_group"),
+        (("get_grad_norm_direct",), "_model_parallel_all_reduce"),
+        (("get_grad_norm_direct",), "_autoep_expert_parallel_group"),
+    ),
+    expires="DeepSpeed reduces norms together",
+)
+
+BATCHED_STEP = UpstreamFix(
+    name="batch_optimizer_step",
+    symbol="DeepSpeedZeroOptimizer_Stage3.step",
+    reason="calls the optimizer once per sub-group, with a flatten, a cast, a copy and an unflatten each, and torch's "
+    "optimizers walk all parameter groups in every call",
+    affected="0.19.8 and earlier",
+    mended=not_mended,
+    hooks=(
+        (("_prepare_sub_group",), "_prepare_fp32_grad_for_sub_group"),
+        (("_reassign_or_swap_out_partitioned_parameters",), "_unflatten_partitioned_parameters"),
+    ),
+    expires="DeepSpeed merges the updates of sub-groups",
+    order=(
+        "_get_norm_groups",
+        "_prepare_sub_group",
+        "unscale_and_clip_grads",
+        "_optimizer_step",
+        "_reassign_or_swap_out_partitioned_parameters",
+        "_release_sub_group",
+        "_post_step",
+    ),
+    uses=(
+        (lambda stage3: stage3._optimizer_step, ("sub_group_to_group_id", "fp32_partitioned_groups_flat")),
+        (lambda stage3: stage3.unscale_and_clip_grads, ("clip_grad", "loss_scale", "clamp")),
+        (lambda stage3: stage3.independent_gradient_partition_epilogue, ("averaged_gradients",)),
+    ),
+)
+
+PERSISTENT_GATHER = UpstreamFix(
+    name="coalesce_persistent_gather",
+    symbol="DeepSpeedZeroOptimizer_Stage3._post_step",
+    reason="gathers persistent parameters by one collective each",
+    affected="0.19.8 and earlier",
+    mended=not_mended,
+    hooks=((("step",), "_post_step"),),
+    expires="DeepSpeed packs persistent parameters",
+    uses=((lambda stage3: stage3._post_step, ("persistent_parameters", "all_gather")),),
+)
+
+RELEASE = UpstreamFix(
+    name="skip_redundant_release",
+    symbol="DeepSpeedZeroOptimizer_Stage3._partition_all_parameters",
+    reason="walks all modules three times to release parameters that are released already",
+    affected="0.19.8 and earlier",
+    mended=not_mended,
+    hooks=(
+        (("step",), "_partition_all_parameters"),
+        (("_post_step",), "invalidate_secondary_tensor"),
+    ),
+    expires="DeepSpeed walks once",
+    order=("_pre_step", "_partition_all_parameters"),
+    uses=(
+        (lambda stage3: stage3._partition_all_parameters, ("parameter_offload", "partition_all_parameters")),
+        (
+            _coordinators_constructor,
+            (
+                "_PartitionedParameterCoordinator__inflight_param_registry",
+                "_PartitionedParameterCoordinator__n_available_params",
+            ),
+        ),
+    ),
+)
+
+UPSTREAM_FIXES = (
+    GRAD_CLEAR,
+    MASTER_ALIAS,
+    INVALID_NORM,
+    KEEP_EDITS,
+    MISSING_GRADIENTS,
+    REFUSE_UNFROZEN,
+    GRAD_NORMS,
+    BATCHED_STEP,
+    PERSISTENT_GATHER,
+    RELEASE,
+)
 
 
 def parts_to_leave_out(stage3: type[Any]) -> dict[str, str | None]:
@@ -212,33 +242,6 @@ def parts_to_leave_out(stage3: type[Any]) -> dict[str, str | None]:
         elif fix.mended(stage3):
             left_out[fix.name] = None
     return left_out
-
-
-def _calls(stage3: type[Any], caller: str, callee: str) -> bool:
-    return hasattr(stage3, caller) and callee in referenced_names(getattr(stage3, caller))
-
-
-@dataclass(frozen=True)
-class UpstreamLimit:
-    """Something that the installed packages can't do, so that we refuse it or do it in another way.
-
-    Args:
-        name: A short name.
-        symbol: The upstream symbol.
-        reason: What is missing or doesn't fit.
-        affected: Releases in which it was seen.
-        present: Probes the installed packages.
-        consequence: What a user is told, or what we do instead.
-        expires: What ends it.
-    """
-
-    name: str
-    symbol: str
-    reason: str
-    affected: str
-    present: Callable[[], bool]
-    consequence: str
-    expires: str
 
 
 def output_recorders_break() -> bool:

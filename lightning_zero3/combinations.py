@@ -46,6 +46,43 @@ COMBINATIONS: tuple[Combination, ...] = (
         f"{_D}/test_same_as_stock.py::test_expert_parallel_training_has_stocks_bits",
     ),
     Combination(
+        "the merged step: each of its switches alone and all, every precision, clipping, accumulation, 1 and 2 ranks",
+        "tested",
+        "bit for bit stock's",
+        f"{_D}/test_fast_step.py::test_each_switch_alone_and_all_have_stocks_bits",
+    ),
+    Combination(
+        "the merged step with torch Adam, AdamW, SGD (loop, foreach, fused) and DeepSpeed FusedAdam, groups with "
+        "hyper-parameters of their own, learning rates changed each step",
+        "tested",
+        "bit for bit stock's; one call per chunk and distinct set of hyper-parameters",
+        f"{_D}/test_fast_step.py::test_groups_with_hyper_parameters_of_their_own",
+    ),
+    Combination(
+        "any other optimizer, a subclass of a known one",
+        "upstream's path",
+        "one call per sub-group; norms, gather and release are merged all the same",
+        f"{_D}/test_fast_step.py::test_other_optimizers_are_called_as_upstream_does",
+    ),
+    Combination(
+        "the merged step with offload, ZenFlow, Muon, a GradScaler, or hooks on the optimizer's step",
+        "upstream's path",
+        "said once in the log",
+        f"{_D}/test_fast_step.py::test_what_upstream_has_to_do_is_left_to_it",
+    ),
+    Combination(
+        "the merged step after resuming from a stock checkpoint",
+        "tested",
+        "bit for bit stock's",
+        f"{_D}/test_fast_step.py::test_resuming_from_a_stock_checkpoint",
+    ),
+    Combination(
+        "gradient norms reduced together on 4 ranks",
+        "tested",
+        "within 4 fp64 ulps of stock's; bit for bit with `coalesce_grad_norms=False`",
+        f"{_D}/test_fast_step.py::test_four_ranks_have_the_norm_within_4_ulps_and_the_same_without_the_switch",
+    ),
+    Combination(
         "expert parallelism, fp32, against the model as it is",
         "tested",
         "losses equal to 5 decimals",

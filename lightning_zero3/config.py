@@ -17,6 +17,17 @@ class ConfigConflictError(SetupError):
     """Two places say different things about one setting; the message names both and the way out."""
 
 
+_SWITCHES = (
+    "scoped_grad_clear",
+    "alias_master_weights",
+    "coalesce_grad_norms",
+    "batch_optimizer_step",
+    "coalesce_persistent_gather",
+    "skip_redundant_release",
+    "stock_semantics",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Zero3Options:
     """Options of the ``zero3_fast`` strategies.
@@ -26,6 +37,17 @@ class Zero3Options:
             sub-group. Where the installed DeepSpeed clears once per step (0.19.8), its own clear is used.
         alias_master_weights: Let a sub-group's weight partition be its master copy where the two would be identical
             (same dtype, same device, nothing offloaded).
+        coalesce_grad_norms: Compute the gradient norms of all sub-groups together, with one reduction per process
+            group instead of one or two per sub-group.
+        batch_optimizer_step: Call the optimizer once for many sub-groups, where it is known to treat each tensor for
+            itself: torch's Adam, AdamW and SGD, DeepSpeed's FusedAdam and CPUAdam. Any other optimizer, offload,
+            ZenFlow and Muon take upstream's step.
+        coalesce_persistent_gather: Gather the persistent parameters after the step by one collective per process group
+            and dtype, instead of one per parameter.
+        skip_redundant_release: Before the step, release only parameters that are still gathered, in one pass.
+        step_bytes_budget: Bytes of gradients, in the masters' dtype, that one call to the optimizer updates; at least
+            one sub-group's. ``None``: as many as fit in memory that is idle during the step (the reduction bucket),
+            such that the step's peak is no higher than stock's.
         expert_parallel_size: Number of ranks that share one set of experts. ``None`` leaves the model's MoE layers as
             they are; 1 replaces them by AutoEP's layers with all experts on every rank.
         expert_parallel_preset: Name of DeepSpeed's AutoEP preset; ``None`` resolves it from the model's config.
@@ -33,8 +55,8 @@ class Zero3Options:
             corrections that docs/corrections.md lists is applied.
 
     Raises:
-        TypeError: A switch is no bool, a size no int, or a preset no string.
-        ValueError: A size below 1, or a preset without a size.
+        TypeError: A switch is no bool, a size or a budget no int, or a preset no string.
+        ValueError: A size or a budget below 1, or a preset without a size.
 
     >>> Zero3Options(expert_parallel_size=8).expert_parallel_size
     8
@@ -46,16 +68,28 @@ class Zero3Options:
 
     scoped_grad_clear: bool = True
     alias_master_weights: bool = True
+    coalesce_grad_norms: bool = True
+    batch_optimizer_step: bool = True
+    coalesce_persistent_gather: bool = True
+    skip_redundant_release: bool = True
+    step_bytes_budget: int | None = None
     expert_parallel_size: int | None = None
     expert_parallel_preset: str | None = None
     stock_semantics: bool = False
 
     def __post_init__(self) -> None:
         """Check every field's type and range."""
-        for name in ("scoped_grad_clear", "alias_master_weights", "stock_semantics"):
+        for name in _SWITCHES:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise TypeError(f"{name}={value!r}: True or False.")
+        budget = self.step_bytes_budget
+        if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int)):
+            raise TypeError(f"step_bytes_budget={budget!r}: an int, or None for no more memory than stock's step.")
+        if budget is not None and budget < 1:
+            raise ValueError(
+                f"step_bytes_budget={budget}: 1 byte or more, or None for no more memory than stock's step."
+            )
         size = self.expert_parallel_size
         if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
             raise TypeError(f"expert_parallel_size={size!r}: an int, or None for no expert parallelism.")

@@ -47,6 +47,17 @@ class Zero3FastStrategy(DeepSpeedStrategy):
         alias_master_weights: Let a sub-group's weight partition be its master copy where the two would be identical
             (same dtype, same device, nothing offloaded): plain fp32, torch autocast over fp32 weights, bf16 masters.
             Saves 4 (fp32) or 2 (bf16) bytes per parameter.
+        coalesce_grad_norms: Compute the gradient norms of all sub-groups together, with one reduction per process
+            group instead of one or two per sub-group.
+        batch_optimizer_step: Call the optimizer once for many sub-groups, where it is known to treat each tensor for
+            itself: torch's Adam, AdamW and SGD, DeepSpeed's FusedAdam and CPUAdam. Any other optimizer, offload,
+            ZenFlow and Muon take upstream's step.
+        coalesce_persistent_gather: Gather the persistent parameters after the step by one collective per process group
+            and dtype, instead of one per parameter.
+        skip_redundant_release: Before the step, release only parameters that are still gathered, in one pass.
+        step_bytes_budget: Bytes of gradients, in the masters' dtype, that one call to the optimizer updates; at least
+            one sub-group's. ``None``: as many as fit in memory that is idle during the step (the reduction bucket),
+            such that the step's peak is no higher than stock's.
         expert_parallel_size: Number of ranks that share one set of experts. ``None`` leaves the model's MoE layers as
             they are; 1 replaces them by AutoEP's layers with all experts on every rank. It must divide the number of
             ranks and of experts.
@@ -70,6 +81,11 @@ class Zero3FastStrategy(DeepSpeedStrategy):
         *,
         scoped_grad_clear: bool = True,
         alias_master_weights: bool = True,
+        coalesce_grad_norms: bool = True,
+        batch_optimizer_step: bool = True,
+        coalesce_persistent_gather: bool = True,
+        skip_redundant_release: bool = True,
+        step_bytes_budget: int | None = None,
         expert_parallel_size: int | None = None,
         expert_parallel_preset: str | None = None,
         stock_semantics: bool = False,
@@ -78,6 +94,11 @@ class Zero3FastStrategy(DeepSpeedStrategy):
         self.options = Zero3Options(
             scoped_grad_clear=scoped_grad_clear,
             alias_master_weights=alias_master_weights,
+            coalesce_grad_norms=coalesce_grad_norms,
+            batch_optimizer_step=batch_optimizer_step,
+            coalesce_persistent_gather=coalesce_persistent_gather,
+            skip_redundant_release=skip_redundant_release,
+            step_bytes_budget=step_bytes_budget,
             expert_parallel_size=expert_parallel_size,
             expert_parallel_preset=expert_parallel_preset,
             stock_semantics=stock_semantics,

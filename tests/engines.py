@@ -43,7 +43,7 @@ def build(
     options: Zero3Options | None = None,
     **config: Any,
 ) -> Any:
-    """An engine around a model, with our optimizer or with upstream's."""
+    """An engine around a model, with our optimizer or with upstream's; one given as a dict is the config's entry."""
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
     from lightning_zero3.optimizer.stage3 import FastStage3Optimizer
@@ -62,6 +62,10 @@ def build(
         },
         **config,
     }
+    if isinstance(optimizer, dict):
+        full["optimizer"], optimizer = optimizer, None
+    elif optimizer is None:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01)
     with substituted(
         FastStage3Optimizer,
         "with_switches",
@@ -70,7 +74,7 @@ def build(
         engine, built = build_training_engine(
             model,
             config=copy.deepcopy(full),
-            optimizer=optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01),
+            optimizer=optimizer,
             lr_scheduler=None,
             local_rank=torch.distributed.get_rank(),
             switches=Switches.from_options(options or Zero3Options()),

@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
-from lightning_zero3.metrics import names
+from lightning_zero3.metrics import collectives, names
 from lightning_zero3.metrics.grad_clear import read_census, start_census
 from lightning_zero3.metrics.memory import read_memory
 from lightning_zero3.metrics.over_ranks import PackedOverRanks
@@ -35,6 +35,7 @@ class Zero3Monitor(Callback):
             a batch without tokens, and then there is no tokens per second.
         progress_bar: Also show step_microstep and peak memory in the progress bar.
         grad_clear_census: Count the optimizer step's gradient clears (``optim/grad_clear_*``), with our optimizer.
+        collective_census: Count the optimizer step's collectives (``optim/collectives_per_step``), with our optimizer.
     """
 
     def __init__(
@@ -43,10 +44,12 @@ class Zero3Monitor(Callback):
         tokens_per_batch: Callable[[Any], int | None] = tokens_in,
         progress_bar: bool = True,
         grad_clear_census: bool = False,
+        collective_census: bool = False,
     ) -> None:
         self._tokens_per_batch = tokens_per_batch
         self._progress_bar = progress_bar
         self._grad_clear_census = grad_clear_census
+        self._collective_census = collective_census
         self._clock = StepClock()
         self._tokens: int | None = 0
         self._global_step = 0
@@ -64,6 +67,8 @@ class Zero3Monitor(Callback):
         self._global_step = trainer.global_step
         if self._grad_clear_census:
             start_census(trainer.strategy.model)
+        if self._collective_census:
+            collectives.start_census(trainer.strategy.model)
         discard_forward_times(trainer.strategy.model)
         self._tokens = 0
         self._clock.restart()
@@ -106,7 +111,7 @@ class Zero3Monitor(Callback):
     def _log(self, trainer: pl.Trainer, pl_module: pl.LightningModule, times: dict[str, float]) -> None:
         device = trainer.strategy.root_device
         engine = trainer.strategy.model
-        values = {**times, **read_memory(device), **read_census(engine)}
+        values = {**times, **read_memory(device), **read_census(engine), **collectives.read_census(engine)}
         # Where an epoch ends in the middle of accumulation, Lightning counts a step that the engine doesn't take; the
         # timers are then of a micro-step that updates nothing.
         if steps_taken(engine) != self._engine_steps:

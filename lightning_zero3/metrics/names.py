@@ -16,6 +16,8 @@ GRAD_CLEAR_VISITS = "optim/grad_clear_visits"
 GRAD_CLEAR_LIVE = "optim/grad_clear_live"
 GRAD_CLEAR_US_PER_VISIT = "optim/grad_clear_us_per_visit"
 
+COLLECTIVES_PER_STEP = "optim/collectives_per_step"
+
 MEMORY_PREFIX = "memory/"
 PEAK_ALLOCATED = "memory/peak_allocated_gib"
 PEAK_RESERVED = "memory/peak_reserved_gib"
@@ -147,6 +149,14 @@ METRICS: tuple[MetricEntry, ...] = (
         "Host time of the step's clears, over their visits.",
         "maximum",
         "gradient clear, time per visit",
+    ),
+    MetricEntry(
+        COLLECTIVES_PER_STEP,
+        "collectives",
+        "Collectives that the optimizer step launched, those of forward and backward excluded. Only with "
+        "Zero3Monitor(collective_census=True).",
+        "maximum",
+        "collectives per optimizer step",
     ),
 )
 

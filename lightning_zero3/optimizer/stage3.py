@@ -8,6 +8,7 @@ from __future__ import annotations
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from lightning_zero3.optimizer.edits import KeepEdits
+from lightning_zero3.optimizer.fast_step import FastStep
 from lightning_zero3.optimizer.grad_census import CountGradClears
 from lightning_zero3.optimizer.grad_clear import ScopedGradClear
 from lightning_zero3.optimizer.invalid_norm import SkipInvalidNorm
@@ -22,6 +23,7 @@ class FastStage3Optimizer(
     ScopedGradClear,
     CountGradClears,
     SkipInvalidNorm,
+    FastStep,
     MissingGradients,
     KeepEdits,
     SettersReachWeights,
@@ -29,7 +31,7 @@ class FastStage3Optimizer(
     MasterAlias,
     DeepSpeedZeroOptimizer_Stage3,
 ):
-    """A ``DeepSpeedZeroOptimizer_Stage3`` with the scoped gradient clear and safe master-weight aliasing.
+    """A ``DeepSpeedZeroOptimizer_Stage3`` with a fast step, the scoped gradient clear and master-weight aliasing.
 
     The census stands below the scoped clear, so that it counts the visits that are left.
 

@@ -11,11 +11,17 @@ from lightning_zero3.config import Zero3Options
 class Switches:
     """Which parts of the optimizer are on. Each can be switched alone, for an A/B on the same machine.
 
-    The names are those of the parts in :mod:`lightning_zero3.capabilities`.
+    The names are those of the parts in :mod:`lightning_zero3.capabilities`; ``step_bytes_budget`` is an option of
+    ``batch_optimizer_step``.
     """
 
     scoped_grad_clear: bool = True
     alias_master_weights: bool = True
+    coalesce_grad_norms: bool = True
+    batch_optimizer_step: bool = True
+    coalesce_persistent_gather: bool = True
+    skip_redundant_release: bool = True
+    step_bytes_budget: int | None = None
     skip_invalid_norm: bool = True
     move_exactly: bool = True
     keep_edits: bool = True
@@ -28,6 +34,11 @@ class Switches:
         return cls(
             scoped_grad_clear=options.scoped_grad_clear,
             alias_master_weights=options.alias_master_weights,
+            coalesce_grad_norms=options.coalesce_grad_norms,
+            batch_optimizer_step=options.batch_optimizer_step,
+            coalesce_persistent_gather=options.coalesce_persistent_gather,
+            skip_redundant_release=options.skip_redundant_release,
+            step_bytes_budget=options.step_bytes_budget,
             skip_invalid_norm=not options.stock_semantics,
             move_exactly=not options.stock_semantics,
             keep_edits=not options.stock_semantics,

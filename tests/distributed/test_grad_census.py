@@ -16,7 +16,8 @@ def counts(scoped: bool) -> dict[str, Any]:
 
     from lightning_zero3.capabilities import GRAD_CLEAR
 
-    engine = build(options=Zero3Options(scoped_grad_clear=scoped))
+    # The merged step prepares no sub-groups, so it has no clear to scope.
+    engine = build(options=Zero3Options(scoped_grad_clear=scoped, batch_optimizer_step=False))
     optimizer = engine.optimizer
     micro_step(engine, 0)
     before = optimizer.grad_clear_census
@@ -84,3 +85,18 @@ def test_the_monitor_logs_it_when_asked(ranks):
     assert metrics[names.GRAD_CLEAR_LIVE] == 0
     assert metrics[names.GRAD_CLEAR_US_PER_VISIT] > 0
     assert not [name for name in ranks(1).run(logged, False)[0] if "grad_clear" in name]
+
+
+def collectives_logged(census: bool) -> dict[str, float]:
+    monitor = Zero3Monitor(collective_census=census)
+    trainer = fit(Regression(), Pairs(), Zero3FastStrategy(), callbacks=[monitor], steps=2)
+    assert (trainer.strategy.model.optimizer.step_collectives is not None) is census
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def test_collectives_are_logged_only_when_asked_for(ranks):
+    for values in ranks(2).run(collectives_logged, True):
+        # One reduction of the norms, one gather of the persistent parameters.
+        assert values[names.COLLECTIVES_PER_STEP] == 2
+    for values in ranks(1).run(collectives_logged, False):
+        assert names.COLLECTIVES_PER_STEP not in values

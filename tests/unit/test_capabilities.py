@@ -1,6 +1,7 @@
 """What the installed DeepSpeed already does: read from its code, checked here against its parsed source."""
 
 import ast
+import dataclasses
 import inspect
 from collections.abc import Callable
 from functools import wraps
@@ -13,8 +14,12 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import instrument_w_nvtx
 
 from lightning_zero3.capabilities import (
+    BATCHED_STEP,
     GRAD_CLEAR,
+    GRAD_NORMS,
     MASTER_ALIAS,
+    PERSISTENT_GATHER,
+    RELEASE,
     UPSTREAM_FIXES,
     UPSTREAM_LIMITS,
     UpstreamFix,
@@ -24,6 +29,7 @@ from lightning_zero3.capabilities import (
     output_recorders_break,
     referenced_names,
 )
+from lightning_zero3.optimizer.switches import Switches
 
 
 def upstream_method(name: str) -> ast.FunctionDef:
@@ -182,11 +188,48 @@ def test_every_fix_says_what_why_where_and_until_when(fix: UpstreamFix) -> None:
 
 
 def test_every_fix_reads_the_method_that_it_names() -> None:
-    assert {fix.name for fix in UPSTREAM_FIXES} == {"scoped_grad_clear", "alias_master_weights", "skip_invalid_norm"}
+    switches = {name for name, value in dataclasses.asdict(Switches()).items() if isinstance(value, bool)}
+    assert {fix.name for fix in UPSTREAM_FIXES} == switches
     assert GRAD_CLEAR.mended(ClearsElsewhere)
     assert not GRAD_CLEAR.mended(ClearsPerSubGroup)
     assert MASTER_ALIAS.mended(ComparesDevices)
     assert not MASTER_ALIAS.mended(ComparesWithAString)
+
+
+class StepsInAnotherOrder(DeepSpeedZeroOptimizer_Stage3):
+    """Updates before it has scaled the gradients."""
+
+    def step(self, closure: Any = None) -> None:
+        self._pre_step()
+        self._partition_all_parameters()
+        self._get_norm_groups()
+        for index, _ in enumerate(self.fp16_groups):
+            self._prepare_sub_group(index, set())
+            self._optimizer_step(index)
+            self.unscale_and_clip_grads(index, None)
+            self._reassign_or_swap_out_partitioned_parameters(index)
+            self._release_sub_group(index, set())
+        self._post_step(set())
+
+
+class CoordinatesElsewhere(DeepSpeedZeroOptimizer_Stage3):
+    """Gathers persistent parameters in another place."""
+
+    def _post_step(self, timer_names: Any) -> None:
+        self.invalidate_secondary_tensor()
+
+
+def test_another_order_of_calls_is_no_layout_that_is_known() -> None:
+    (missing,) = BATCHED_STEP.missing_hooks(StepsInAnotherOrder)
+    assert "in this order" in missing
+    assert not RELEASE.missing_hooks(StepsInAnotherOrder)
+    assert not GRAD_NORMS.missing_hooks(StepsInAnotherOrder)
+
+
+def test_names_that_upstream_no_longer_uses_are_missed() -> None:
+    missing = PERSISTENT_GATHER.missing_hooks(CoordinatesElsewhere)
+    assert missing == ["a use of persistent_parameters", "a use of all_gather"]
+    assert not BATCHED_STEP.missing_hooks(DeepSpeedZeroOptimizer_Stage3)
 
 
 @pytest.mark.parametrize("limit", UPSTREAM_LIMITS, ids=lambda limit: limit.name)

@@ -10,17 +10,25 @@ from hypothesis import strategies as st
 from lightning_zero3.config import ConfigConflictError, Zero3Options
 
 
-def test_the_defaults_are_both_switches_on_and_no_expert_parallelism() -> None:
+def test_the_defaults_are_all_switches_on_and_no_expert_parallelism() -> None:
     assert dataclasses.asdict(Zero3Options()) == {
         "scoped_grad_clear": True,
         "alias_master_weights": True,
+        "coalesce_grad_norms": True,
+        "batch_optimizer_step": True,
+        "coalesce_persistent_gather": True,
+        "skip_redundant_release": True,
+        "step_bytes_budget": None,
         "expert_parallel_size": None,
         "expert_parallel_preset": None,
         "stock_semantics": False,
     }
 
 
-@pytest.mark.parametrize("name", ["scoped_grad_clear", "alias_master_weights"])
+SWITCHES = [name for name, value in dataclasses.asdict(Zero3Options()).items() if value is True]
+
+
+@pytest.mark.parametrize("name", SWITCHES)
 @pytest.mark.parametrize("value", [0, 1, None, "false", 1.0])
 def test_a_switch_is_a_bool(name: str, value: Any) -> None:
     with pytest.raises(TypeError, match=f"{name}={value!r}"):
@@ -32,6 +40,22 @@ def test_a_switch_is_a_bool(name: str, value: Any) -> None:
 def test_a_size_is_an_int(size: Any) -> None:
     with pytest.raises(TypeError, match="expert_parallel_size="):
         Zero3Options(expert_parallel_size=size)
+
+
+@pytest.mark.parametrize("budget", [True, "1e9", 1e9, [8]])
+def test_a_budget_is_an_int(budget: Any) -> None:
+    with pytest.raises(TypeError, match="step_bytes_budget="):
+        Zero3Options(step_bytes_budget=budget)
+
+
+@settings(deadline=None)
+@given(st.integers())
+def test_a_budget_is_1_byte_or_more(budget: int) -> None:
+    if budget >= 1:
+        assert Zero3Options(step_bytes_budget=budget).step_bytes_budget == budget
+    else:
+        with pytest.raises(ValueError, match=f"step_bytes_budget={budget}: 1 byte or more"):
+            Zero3Options(step_bytes_budget=budget)
 
 
 @settings(deadline=None)

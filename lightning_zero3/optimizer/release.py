@@ -1,0 +1,154 @@
+"""Parameters are released once before the step, and only those that hold something.
+
+Upstream symbol: ``DeepSpeedZeroOptimizer_Stage3._partition_all_parameters``, which goes to
+``DeepSpeedZeRoOffload.partition_all_parameters`` and ``PartitionedParameterCoordinator.release_and_reset_all``
+(0.19.7, 0.19.8): three walks over all modules, each collecting all parameters anew, although nearly all of them were
+released by the end of backward. Expires when upstream walks once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lightning_zero3.optimizer.switches import Switches
+from lightning_zero3.optimizer.upstream_path import reason_for_upstreams_step
+
+# Private to upstream's coordinator. Absent names leave the release to upstream.
+_IN_FLIGHT = "_PartitionedParameterCoordinator__inflight_param_registry"
+_AVAILABLE_COUNT = "_PartitionedParameterCoordinator__n_available_params"
+
+
+class ParameterList:
+    """A module's parameters as upstream's ``iter_params`` lists them, listed anew only when the module has changed.
+
+    A change is found by looking at what every module registers, so a parameter or submodule that is added, removed or
+    replaced counts however that was done; modules that only a forward knows (Transformers slices its layers into
+    throw-away lists) don't.
+
+    Args:
+        module: The engine's module.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._registered: list[Any] = []
+        self._registries: list[Any] = []
+        self._parameters: list[Any] = []
+
+    def current(self) -> list[Any]:
+        """All parameters, external ones included."""
+        # dict's own methods: DeepSpeed's registries fetch parameters when they are indexed. Identities are compared, so
+        # that no parameter's memory is touched.
+        same_number = sum(map(dict.__len__, self._registries)) == len(self._registered) > 0
+        registered = itertools.chain.from_iterable(map(dict.values, self._registries))
+        if not (same_number and all(map(operator.is_, registered, self._registered))):
+            self._list_anew()
+        return self._parameters
+
+    def _list_anew(self) -> None:
+        from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
+
+        self._parameters = list(iter_params(self._module, recurse=True))
+        modules = list(self._module.modules())
+        registries = [registry for module in modules for registry in (module._parameters, module._modules)]
+        external = getattr(self._module, "_external_params", None)
+        self._registries = registries if external is None else [*registries, external]
+        self._registered = list(itertools.chain.from_iterable(map(dict.values, self._registries)))
+
+
+class SkipRedundantRelease:
+    """Mixin over a Stage-3 optimizer: one look at each parameter, and work only for those that are gathered."""
+
+    switches: Switches
+    module: Any
+    # Parameters looked at by the last release; read by tests and benchmarks.
+    release_visits = 0
+    _step_begins = False
+    # Persistent parameters that the last release left as they are.
+    _left_in_place: Sequence[Any] = ()
+    _parameter_list: ParameterList | None = None
+
+    def _pre_step(self) -> None:
+        super()._pre_step()  # type: ignore[misc]
+        self._step_begins = True
+
+    def _partition_all_parameters(self) -> None:
+        # Checkpoints call this too, and then every parameter has to be released.
+        step_begins, self._step_begins = self._step_begins, False
+        if not (step_begins and self.switches.skip_redundant_release and self._release_gathered()):
+            super()._partition_all_parameters()  # type: ignore[misc]
+
+    def invalidate_secondary_tensor(self) -> None:
+        """As upstream's, which visits every parameter: only where there are secondary partitions (hpZ)."""
+        if not self.switches.skip_redundant_release or getattr(self, "zero_hpz_partition_size", 1) > 1:
+            super().invalidate_secondary_tensor()  # type: ignore[misc]
+
+    def _overflow_clean_up(self, *arguments: Any) -> None:
+        # A step that is skipped gathers nothing, so upstream leaves persistent parameters released.
+        for parameter in self._left_in_place:
+            self._free(parameter)
+        self._left_in_place = ()
+        super()._overflow_clean_up(*arguments)  # type: ignore[misc]
+
+    def _release_gathered(self) -> bool:
+        """Release what is gathered, in one pass; False where upstream has to do the rest."""
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+        coordinator = self._get_param_coordinator()  # type: ignore[attr-defined]
+        if (
+            reason_for_upstreams_step(self) is not None
+            or getattr(coordinator, _IN_FLIGHT, True)  # a gather that is under way has to be waited for
+            or not hasattr(coordinator, _AVAILABLE_COUNT)
+        ):
+            return False
+        if self._parameter_list is None:
+            self._parameter_list = ParameterList(self.module)
+        parameters = self._parameter_list.current()
+        released, gathered = ZeroParamStatus.NOT_AVAILABLE, ZeroParamStatus.AVAILABLE
+        left: list[Any] = []
+        freed, complete = 0, True
+        for parameter in parameters:
+            if parameter.ds_active_sub_modules:
+                parameter.ds_active_sub_modules.clear()
+            if parameter.ds_status is released:
+                continue
+            if parameter.ds_status is not gathered or parameter.ds_tensor.final_location is not None:
+                complete = False
+                continue
+            freed += parameter.ds_numel
+            # On one rank a persistent parameter is a view of its own partition: there is nothing to free, and the
+            # gather after the step would bind the same view again.
+            if parameter.ds_persist and _is_its_partition(parameter):
+                left.append(parameter)
+            else:
+                self._free(parameter)
+        self.release_visits = len(parameters)
+        # Upstream counts a persistent parameter out at each release and never in again; prefetching follows that count.
+        setattr(coordinator, _AVAILABLE_COUNT, getattr(coordinator, _AVAILABLE_COUNT) - freed)
+        if not complete:
+            for parameter in left:
+                self._free(parameter)
+            left = []
+        self._left_in_place = left
+        return complete
+
+    @staticmethod
+    def _free(parameter: Any) -> None:
+        """What upstream's ``free_param`` does, without an NVTX range for each."""
+        from deepspeed.accelerator import get_accelerator
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+        if not get_accelerator().is_synchronized_device():
+            parameter.data.record_stream(get_accelerator().current_stream())
+        parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
+
+
+def _is_its_partition(parameter: Any) -> bool:
+    partition: torch.Tensor = parameter.ds_tensor
+    return bool(partition.numel() == parameter.ds_numel and parameter.data_ptr() == partition.data_ptr())
