@@ -88,8 +88,8 @@ def _gathered_parameters() -> Any:
 
 KEEP_EDITS = UpstreamFix(
     name="keep_edits",
-    symbol="partition_parameters.GatheredParameters; DeepSpeedZeroOptimizer_Stage3.set_full_hp_param",
-    reason="edits of gathered weights don't reach masters, edits of masters don't reach gathered weights",
+    symbol="DeepSpeedZeroOptimizer_Stage3.set_full_hp_param",
+    reason="edits of masters don't reach weights, and edits of weights (GatheredParameters) don't reach masters",
     affected="0.19.8 and earlier",
     mended=not_mended,
     hooks=((("__init__",), "_link_all_hp_params"),),
@@ -98,6 +98,17 @@ KEEP_EDITS = UpstreamFix(
         (lambda _: _gathered_parameters().__enter__, ("all_gather",)),
         (lambda _: _gathered_parameters()._partition_params, ("partition",)),
     ),
+)
+
+MOVE_EXACTLY = UpstreamFix(
+    name="move_exactly",
+    symbol="DeepSpeedZeroOptimizer_Stage3.offload_states",
+    reason="moves masters and moments of FusedAdam only, and can restore stale weights",
+    affected="0.19.8 and earlier",
+    mended=not_mended,
+    hooks=(),
+    expires="upstream moves every optimizer's states, shared storage included, exactly",
+    uses=((lambda stage3: stage3.offload_states, ("lp_param_buffer", "offloaded_states")),),
 )
 
 MISSING_GRADIENTS = UpstreamFix(
@@ -215,6 +226,7 @@ UPSTREAM_FIXES = (
     GRAD_CLEAR,
     MASTER_ALIAS,
     INVALID_NORM,
+    MOVE_EXACTLY,
     KEEP_EDITS,
     MISSING_GRADIENTS,
     REFUSE_UNFROZEN,

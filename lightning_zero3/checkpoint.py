@@ -7,8 +7,8 @@ drops the list of missing and unexpected keys. Expires when Lightning's does all
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -31,33 +31,36 @@ def load_consolidated(module: nn.Module, state_dict: Mapping[str, Any], strict: 
     Raises:
         RuntimeError: As ``load_state_dict``: names that don't match, with ``strict``; shapes that don't match, always.
     """
+    with ExitStack() as ours:
+        for submodule in module.modules():
+            ours.enter_context(_gathering(submodule))
+        module.load_state_dict(state_dict, strict=strict)
+
+
+@contextmanager
+def _gathering(submodule: Any) -> Iterator[None]:
+    """A submodule that gathers its own parameters while it loads them."""
     import deepspeed
 
-    open_contexts: dict[int, tuple[ExitStack, list[tuple[nn.Parameter, Any]]]] = {}
-    gathered: set[nn.Parameter] = set()
+    load = submodule._load_from_state_dict
+    of_its_own = submodule.__dict__.get("_load_from_state_dict")
 
-    def gather(submodule: nn.Module, states: Mapping[str, Any], prefix: str, *_: Any) -> None:
-        own = {name: p for name, p in submodule._parameters.items() if p is not None and p not in gathered}
-        context = ExitStack()
-        context.enter_context(deepspeed.zero.GatheredParameters(list(own.values()), modifier_rank=0))
-        gathered.update(own.values())
-        open_contexts[id(submodule)] = context, [(p, states.get(prefix + name)) for name, p in own.items()]
-
-    def write_back(submodule: nn.Module, _: Any) -> None:
-        context, values = open_contexts.pop(id(submodule))
-        loaded = [(p, v) for p, v in values if torch.is_tensor(v) and _was_loaded(p, v)]
-        gathered.difference_update(p for p, _ in values)
-        context.close()
-        for parameter, value in loaded:
+    def gather_and_load(state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        own = {name: p for name, p in submodule._parameters.items() if p is not None}
+        with deepspeed.zero.GatheredParameters(list(own.values()), modifier_rank=0):
+            load(state_dict, prefix, *args, **kwargs)
+            values = {p: state_dict.get(prefix + name) for name, p in own.items()}
+            loaded = {p: value for p, value in values.items() if torch.is_tensor(value) and _was_loaded(p, value)}
+        for parameter, value in loaded.items():
             _refine_master(parameter, value)
 
-    with ExitStack() as hooks:
-        for submodule in module.modules():
-            before = submodule.register_load_state_dict_pre_hook(gather)  # type: ignore[no-untyped-call]
-            after = submodule.register_load_state_dict_post_hook(write_back)  # type: ignore[no-untyped-call]
-            hooks.callback(before.remove)
-            hooks.callback(after.remove)
-        module.load_state_dict(state_dict, strict=strict)
+    submodule._load_from_state_dict = gather_and_load
+    try:
+        yield
+    finally:
+        del submodule._load_from_state_dict
+        if of_its_own is not None:
+            submodule._load_from_state_dict = of_its_own
 
 
 def _was_loaded(parameter: nn.Parameter, value: torch.Tensor) -> bool:

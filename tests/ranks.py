@@ -122,8 +122,9 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int) -> None:
             if path not in modules:
                 modules[path] = _load(path)
             torch.manual_seed(0)
-            # DeepSpeed remembers for the whole process that an engine once used autocast.
+            # DeepSpeed remembers for the whole process that an engine once used autocast, or hpZeRO.
             deepspeed.runtime.torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
+            deepspeed.utils.groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
             answer = ("value", getattr(modules[path], name)(*arguments))
         except BaseException:
             answer = ("error", traceback.format_exc())

@@ -24,7 +24,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_zero3.optimizer.switches import Switches
 
 # The depth of GatheredParameters contexts that hold a parameter: an attribute that upstream sets on it.
-_CONTEXT_DEPTH = "_ds_z3_gathered_param_context_depth"
+CONTEXT_DEPTH = "_ds_z3_gathered_param_context_depth"
 
 
 class LostEditError(RuntimeError):
@@ -38,9 +38,13 @@ class KeepEdits:
     module: torch.nn.Module
     param_names: dict[torch.nn.Parameter, str]
     grad_position: dict[Any, Any]
+    # ds_ids of parameters that a context has gathered: a sum over their bits, and the exception in flight then.
+    _at_entry: dict[int, tuple[torch.Tensor, BaseException | None]]
+    _gathers_itself = False
 
     def _link_all_hp_params(self) -> None:
         super()._link_all_hp_params()  # type: ignore[misc]
+        self._at_entry = {}
         if self.switches.keep_edits:
             for parameter in self.module.parameters():
                 _wrap(parameter, "all_gather", _gather_exactly)
@@ -54,6 +58,24 @@ class KeepEdits:
                 _unwrap(parameter, "all_gather")
                 _unwrap(parameter, "partition")
         super().destroy()  # type: ignore[misc]
+
+    def _post_step(self, *arguments: Any) -> None:
+        with self._upstreams_own_gather():
+            super()._post_step(*arguments)  # type: ignore[misc]
+
+    def checkpoint_event_epilogue(self) -> None:
+        """As upstream's."""
+        with self._upstreams_own_gather():
+            super().checkpoint_event_epilogue()  # type: ignore[misc]
+
+    @contextmanager
+    def _upstreams_own_gather(self) -> Iterator[None]:
+        """Persistent parameters are gathered in here, by upstream or by a part of ours, and no context is entered."""
+        self._gathers_itself = True
+        try:
+            yield
+        finally:
+            self._gathers_itself = False
 
     def is_optimized(self, parameter: torch.nn.Parameter) -> bool:
         """Whether a parameter of the module has a master here. One that was frozen at the start has none."""
@@ -85,6 +107,10 @@ class KeepEdits:
             edited = weights.to(master.device)
             master.copy_(torch.where(_differs(edited, master.to(edited.dtype)), edited.to(master.dtype), master))
 
+    def remember_gathered(self, parameter: Any) -> None:
+        """Take a parameter's gathered values for the ones that its partitions hold."""
+        self._at_entry[parameter.ds_id] = _sum_of_bits(parameter.data), sys.exc_info()[1]
+
     def real_elements(self, parameter: Any) -> int:
         """Number of elements of this rank's partition that aren't padding."""
         size = int(parameter.partition_numel())
@@ -92,10 +118,12 @@ class KeepEdits:
         return max(0, min(size, int(parameter.ds_numel) - start))
 
     @contextmanager
-    def _master_of(self, parameter: Any) -> Iterator[torch.Tensor]:
-        """This rank's partition of a parameter's master, to be written to; swapped in and out where it is on NVMe."""
+    def _master_of(self, parameter: Any, optim_state_key: str | None = None) -> Iterator[torch.Tensor]:
+        """This rank's part of a parameter's master or moment, to be written to; swapped in and out where on NVMe."""
         optimizer: Any = self
-        master, sub_group = optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=False)
+        master, sub_group = optimizer._get_fp32_opt_state_partition(
+            parameter, release_swap_buffers=False, optim_state_key=optim_state_key
+        )
         yield master.data
         if optimizer._swappable_optimizer_subgroup(sub_group):
             optimizer._optimizer_states_and_gradient_swap_out(sub_group)
@@ -105,8 +133,14 @@ class KeepEdits:
         gathered, kept = parameter.data, parameter.ds_tensor
         real = self.real_elements(parameter)
         whole = gathered.numel() == parameter.ds_numel and kept.numel() == parameter.partition_numel()
-        if not (whole and real) or hasattr(kept, "ds_quant_scale"):
+        if not whole or hasattr(kept, "ds_quant_scale"):
             return False
+        before, exception = self._at_entry.get(parameter.ds_id, (None, None))
+        # The edit of a context that is left by an exception isn't worth a second one.
+        if sys.exc_info()[1] not in (None, exception):
+            return False
+        if before is not None and not torch.equal(before, _sum_of_bits(gathered)):
+            return True  # other ranks' parts count too
         start = kept.numel() * self._get_param_partition_rank(parameter)  # type: ignore[attr-defined]
         return bool(_differs(gathered.reshape(-1)[start : start + real], kept[:real].to(gathered.device)).any())
 
@@ -119,10 +153,15 @@ def _gather_exactly(original: Any, parameters: list[Any], *args: Any, **kwargs: 
     """
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-    for _, parameter in _owned(parameters):
+    owned = [(owner, p) for owner, p in _owned(parameters) if not owner._gathers_itself]
+    for _, parameter in owned:
         if parameter.ds_status == ZeroParamStatus.AVAILABLE and not parameter.ds_active_sub_modules:
             parameter.partition()
-    return original(parameters, *args, **kwargs)
+    result = original(parameters, *args, **kwargs)
+    for owner, parameter in owned:
+        if parameter.ds_status == ZeroParamStatus.AVAILABLE:
+            owner.remember_gathered(parameter)
+    return result
 
 
 @torch.no_grad()
@@ -141,16 +180,19 @@ def _partition_with_edits(
         original(parameters, hierarchy, has_been_updated, free_data)
         for owner, parameter in available:
             owner.take_over_edit(parameter)
+            owner._at_entry.pop(parameter.ds_id, None)
         return
     # Releases around a forward or a step, by far the most calls, end here.
-    available = [(owner, p) for owner, p in available if free_data and getattr(p, _CONTEXT_DEPTH, 0) > 0]
+    available = [(owner, p) for owner, p in available if free_data and getattr(p, CONTEXT_DEPTH, 0) > 0]
     alone = [(owner, p) for owner, p in available if owner._get_param_partition_world_size(p) == 1]  # type: ignore[attr-defined]
     for owner, parameter in alone:
         # A single rank's values are everybody's; often they are in the partition already.
         parameter.ds_tensor[: owner.real_elements(parameter)].copy_(parameter.data.reshape(-1))
-    # The edit of a context that is left by an exception isn't worth a second one.
-    lost = [p for owner, p in available if sys.exc_info()[1] is None and owner._would_lose(p)]
+    several = [(owner, p) for owner, p in available if owner._get_param_partition_world_size(p) > 1]  # type: ignore[attr-defined]
+    lost = [p for owner, p in several if owner._would_lose(p)]
     original(parameters, hierarchy, has_been_updated, free_data)
+    for owner, parameter in available:
+        owner._at_entry.pop(parameter.ds_id, None)
     for owner, parameter in alone:
         owner.take_over_edit(parameter)
     if lost:
@@ -170,6 +212,12 @@ def _owned(parameters: list[Any]) -> list[tuple[KeepEdits, Any]]:
     """The parameters with their optimizers; a list may mix engines, and hold parameters of none."""
     pairs = [(getattr(parameter, "_z3_optimizer", None), parameter) for parameter in parameters]
     return [(owner, p) for owner, p in pairs if isinstance(owner, KeepEdits) and owner.switches.keep_edits]
+
+
+def _sum_of_bits(values: torch.Tensor) -> torch.Tensor:
+    """A number that nearly every edit changes, on the values' device."""
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+    return values.view(bits).sum(dtype=torch.int64)
 
 
 def _differs(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

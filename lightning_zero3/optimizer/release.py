@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lightning_zero3.optimizer.switches import Switches
-from lightning_zero3.optimizer.upstream_path import reason_for_upstreams_step
+from lightning_zero3.optimizer.upstream_path import has_secondary_partitions, reason_for_upstreams_step
 
 # Private to upstream's coordinator. Absent names leave the release to upstream.
 _IN_FLIGHT = "_PartitionedParameterCoordinator__inflight_param_registry"
@@ -85,7 +85,7 @@ class SkipRedundantRelease:
 
     def invalidate_secondary_tensor(self) -> None:
         """As upstream's, which visits every parameter: only where there are secondary partitions (hpZ)."""
-        if not self.switches.skip_redundant_release or getattr(self, "zero_hpz_partition_size", 1) > 1:
+        if not self.switches.skip_redundant_release or has_secondary_partitions(self):
             super().invalidate_secondary_tensor()  # type: ignore[misc]
 
     def _overflow_clean_up(self, *arguments: Any) -> None:

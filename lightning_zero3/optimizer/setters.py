@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from lightning_zero3.optimizer.edits import CONTEXT_DEPTH
 from lightning_zero3.optimizer.switches import Switches
 
 
@@ -31,36 +32,44 @@ class SettersReachWeights:
             optim_state_key: A key of the optimizer's state (``"exp_avg"``), or None for the master.
 
         Raises:
-            ValueError: ``value`` has another number of elements.
+            ValueError: ``value`` has another number of elements, or a frozen parameter has no such state.
         """
         if not self.switches.keep_edits:
             super().set_full_hp_param(value, param, optim_state_key)  # type: ignore[misc]
             return
-        if not param.requires_grad:
-            return
-        super().set_local_hp_param(self._own_part(value, param), param, optim_state_key)  # type: ignore[misc]
-        if optim_state_key is None:
-            self._write_weights(param)
-            if _is_gathered(param):
-                param.data.copy_(value.reshape(param.ds_shape))
+        self._set(self._own_part(value, param), param, optim_state_key)
+        if optim_state_key is None and _is_gathered(param):
+            param.data.copy_(value.reshape(param.ds_shape))
+            self.remember_gathered(param)  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def set_local_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
         """Set this rank's partition of a master or moment; call it on every rank.
 
-        A gathered copy of the parameter is given up, since no rank knows the others' values; the next use gathers it
-        again.
+        A gathered copy of the parameter is given up, since no rank knows the others' values, and the next use gathers
+        it again; where it is in use, it is gathered at once.
 
         Args:
             value: As many elements as this rank's partition has, padding included.
             param: The parameter.
             optim_state_key: A key of the optimizer's state, or None for the master.
+
+        Raises:
+            ValueError: ``value`` has another number of elements, or a frozen parameter has no such state.
         """
-        super().set_local_hp_param(value, param, optim_state_key)  # type: ignore[misc]
-        if self.switches.keep_edits and param.requires_grad and optim_state_key is None:
-            self._write_weights(param)
-            if _is_gathered(param) and not param.ds_active_sub_modules:
-                param.partition()
+        if not self.switches.keep_edits:
+            super().set_local_hp_param(value, param, optim_state_key)  # type: ignore[misc]
+            return
+        if value.numel() != param.partition_numel():
+            raise ValueError(f"A partition of {param.partition_numel()} elements was to be set to {value.numel()}.")
+        gathered = optim_state_key is None and _is_gathered(param)
+        in_use = bool(param.ds_active_sub_modules) or getattr(param, CONTEXT_DEPTH, 0) > 0
+        if gathered and not in_use:
+            param.partition()
+        self._set(value.flatten(), param, optim_state_key)
+        if gathered and in_use:
+            param.data.copy_(self._fp32_state_allgather(param, param.ds_tensor))  # type: ignore[attr-defined]
+            self.remember_gathered(param)  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def set_fp32_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
@@ -78,6 +87,22 @@ class SettersReachWeights:
         elif param.requires_grad:
             self.set_local_grad_for_param(self._own_part(value, param), param)  # type: ignore[attr-defined]
 
+    def _set(self, own: torch.Tensor, param: Any, optim_state_key: str | None) -> None:
+        """Write this rank's part of a master and of the weights, or of a moment."""
+        if self.is_optimized(param):  # type: ignore[attr-defined]
+            with self._master_of(param, optim_state_key) as master:  # type: ignore[attr-defined]
+                master.copy_(own)
+        elif optim_state_key is not None:
+            raise ValueError(
+                f"The optimizer has no {optim_state_key} of a parameter that was frozen when it was built: shape "
+                f"{tuple(param.ds_shape)}."
+            )
+        if optim_state_key is None:
+            if param.ds_tensor.numel() == param.partition_numel():  # weights on NVMe follow with the next step
+                param.ds_tensor.copy_(own)
+            # hpZeRO's second copy; upstream drops it in the same way after a step.
+            param.ds_secondary_tensor = None
+
     def _own_part(self, value: torch.Tensor, param: Any) -> torch.Tensor:
         """This rank's part of a full value, with zeros where the partition is padding."""
         if value.numel() != param.ds_numel:
@@ -86,13 +111,6 @@ class SettersReachWeights:
         start = size * self._get_param_partition_rank(param)  # type: ignore[attr-defined]
         own = value.flatten()[start : start + real]
         return torch.nn.functional.pad(own, (0, size - real))
-
-    def _write_weights(self, param: Any) -> None:
-        if param.ds_tensor.numel() == param.partition_numel():  # weights on NVMe follow with the next step
-            with self._master_of(param) as master:  # type: ignore[attr-defined]
-                param.ds_tensor.copy_(master)
-        # hpZeRO's second copy; upstream drops it in the same way after a step.
-        param.ds_secondary_tensor = None
 
 
 def _is_gathered(param: Any) -> bool:

@@ -31,7 +31,17 @@ def reason_for_upstreams_step(optimizer: Any) -> str | None:
     for name, reason in _OTHER_PATHS.items():
         if getattr(optimizer, name, None):
             return reason
-    # Secondary partitions (hpZ) are released, gathered and invalidated along with the first.
-    if getattr(optimizer, "zero_hpz_partition_size", 1) > 1:
-        return "weights have secondary partitions (hpZ)"
-    return None
+    # Secondary partitions are released, gathered and invalidated along with the first.
+    return "weights have secondary partitions (hpZ)" if has_secondary_partitions(optimizer) else None
+
+
+def has_secondary_partitions(optimizer: Any) -> bool:
+    """Whether weights have hpZ's secondary partitions.
+
+    Not told by the config: DeepSpeed keeps the process group of hpZ for the whole process, and every later engine in it
+    has secondary partitions as well.
+
+    Args:
+        optimizer: A ``DeepSpeedZeroOptimizer_Stage3``.
+    """
+    return getattr(optimizer.fp16_groups[0][0], "ds_zero_param_process_group", None) is not None

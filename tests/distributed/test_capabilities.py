@@ -120,7 +120,7 @@ def gathering_otherwise() -> tuple[list[str], bool]:
 
 def test_another_way_of_gathering_leaves_edits_to_upstream(ranks):
     (message,), wrapped = ranks(1).run(gathering_otherwise)[0]
-    assert "keep_edits needs GatheredParameters calling partition" in message
+    assert "keep_edits needs a use of partition" in message
     assert not wrapped
 
 

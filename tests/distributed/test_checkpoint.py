@@ -247,6 +247,48 @@ def test_strict_is_strict_and_lax_is_lax(ranks, world_size, tmp_path):
         assert "size mismatch for net.0.bias" in shape
 
 
+class WithoutSuper(torch.nn.Linear):
+    """Reads its own values, as quantised layers do."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *_: Any) -> None:
+        assert state_dict[prefix + "weight"].shape == self.weight.shape
+        with torch.no_grad():
+            for name in ("weight", "bias"):
+                getattr(self, name).copy_(state_dict[prefix + name])
+
+
+class Failing(torch.nn.Linear):
+    fails = True
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        super()._load_from_state_dict(*arguments)
+        if self.fails:
+            raise ValueError("own check failed")
+
+
+def modules_of_their_own(folder: str) -> None:
+    path = consolidated(folder, "fp32")
+    file = torch.load(path, weights_only=False)["state_dict"]
+    module = Watched()
+    module.net[2] = WithoutSuper(8, 7)
+    resumed_from("fp32", path, module, steps=4)
+    assert torch.equal(module.at_start[0]["net.2.weight"], file["net.2.weight"])
+    module = Watched()
+    module.net[2] = Failing(8, 7)
+    with pytest.raises(ValueError, match="own check failed"):
+        resumed_from("fp32", path, module, steps=4)
+    # Nothing of the failed load is left, and the same module loads well then.
+    assert not any("_load_from_state_dict" in vars(m) for m in module.modules())
+    module.net[2].fails = False
+    resumed_from("fp32", path, module, steps=4)
+    assert torch.equal(module.at_start[0]["net.2.weight"], file["net.2.weight"])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_modules_that_load_in_a_way_of_their_own(ranks, world_size, tmp_path):
+    ranks(world_size).run(modules_of_their_own, str(tmp_path))
+
+
 def stock_goes_back(folder: str) -> tuple[bool, bool]:
     """What the correction is for: stock's masters, and so its weights after a step, are the initial ones."""
     path = consolidated(folder, "bf16 with fp32 masters")

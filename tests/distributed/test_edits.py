@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_zero3 import Zero3Options
-from tests.engines import PRECISIONS, Trainable, build, micro_step
+from tests.engines import PRECISIONS, Trainable, batch_of, build, micro_step
 from tests.fits import assert_equal_bits, tensors_of
 
 CASES = [*PRECISIONS, "autocast without the alias", "optimizer on the CPU"]
@@ -100,8 +100,6 @@ def gathered_by_a_forward(case: str) -> None:
     masters = [master_of(p).clone() for p in engine.module.parameters()]
     parameters = list(engine.module.parameters())
     # A forward before any step: persistent parameters stay gathered, in 16 bits.
-    from tests.engines import batch_of
-
     engine(batch_of(engine, 0), 0)
     with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):
         pass
@@ -196,6 +194,114 @@ def test_setters_reach_weights_and_gathered_copies_at_once(ranks, world_size, ca
     ranks(world_size).run(setters, case, persistence)
 
 
+def setters_in_a_context(modifier_rank: int | None) -> None:
+    import deepspeed
+
+    engine = engine_that_stands_still("bf16 with fp32 masters", 20)
+    micro_step(engine, 0)
+    for position, parameter in enumerate(engine.module.parameters()):
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=modifier_rank):
+            if position % 2:
+                deepspeed.utils.safe_set_local_fp32_param(parameter, torch.full((parameter.partition_numel(),), 0.5))
+            else:
+                deepspeed.utils.safe_set_full_fp32_param(parameter, torch.full(tuple(parameter.ds_shape), 0.5))
+            assert bool((parameter.data == 0.5).all())
+    micro_step(engine, 1)
+    for parameter in engine.module.parameters():
+        assert bool((master_of(parameter) == 0.5).all())
+        assert bool((full(parameter) == 0.5).all())
+
+
+@pytest.mark.parametrize("modifier_rank", [None, 0])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_setters_inside_a_context(ranks, world_size, modifier_rank):
+    ranks(world_size).run(setters_in_a_context, modifier_rank)
+
+
+def setters_with_secondary_copies() -> None:
+    import deepspeed
+
+    engine = build(zero={"zero_hpz_partition_size": torch.distributed.get_world_size()})
+    micro_step(engine, 0)
+    engine(batch_of(engine, 1), 1)
+    layer = engine.module.net[0]
+    for whole in (False, True):
+        value = 0.25 if whole else 0.5
+        if whole:
+            deepspeed.utils.safe_set_full_fp32_param(layer.weight, torch.full(tuple(layer.weight.ds_shape), value))
+        else:
+            size = layer.weight.partition_numel()
+            deepspeed.utils.safe_set_local_fp32_param(layer.weight, torch.full((size,), value))
+        seen: list[bool] = []
+        handle = layer.register_forward_hook(
+            lambda module, *_, value=value, seen=seen: seen.append(bool((module.weight == value).all()))
+        )
+        with torch.no_grad():
+            engine(batch_of(engine, 1), 1)
+        handle.remove()
+        assert seen == [True]
+
+
+def test_a_forward_sees_what_was_set_with_hpzeros_secondary_copies(ranks):
+    ranks(2).run(setters_with_secondary_copies)
+
+
+def frozen_setters() -> None:
+    import deepspeed
+
+    model = Trainable()
+    frozen = model.net[2].weight.requires_grad_(False)
+    engine = build(model, optimizer=plain_sgd(model))
+    micro_step(engine, 0)
+    later = model.net[0].weight.requires_grad_(False)
+    for parameter in (frozen, later):
+        deepspeed.utils.safe_set_full_fp32_param(parameter, torch.full(tuple(parameter.ds_shape), 0.5))
+    micro_step(engine, 1)
+    assert bool((full(frozen) == 0.5).all())
+    assert bool((full(later) == 0.5).all())
+    with pytest.raises(ValueError, match="frozen when it was built"):
+        deepspeed.utils.safe_set_full_optimizer_state(frozen, torch.ones(tuple(frozen.ds_shape)), "exp_avg")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_frozen_parameters_can_be_set(ranks, world_size):
+    ranks(world_size).run(frozen_setters)
+
+
+def anothers_part() -> list[bool]:
+    """Rank 0 alone changes what belongs to rank 1; and an edit in an exception's handler."""
+    import deepspeed
+
+    from lightning_zero3.optimizer.edits import LostEditError
+
+    engine = build()
+    parameter = engine.module.net[0].weight
+    raised = []
+    try:
+        with deepspeed.zero.GatheredParameters([parameter]):
+            if torch.distributed.get_rank() == 0:
+                parameter.data.view(-1)[-1] = 42.0
+        raised.append(False)
+    except LostEditError:
+        raised.append(True)
+    try:
+        raise KeyError
+    except KeyError:
+        try:
+            with deepspeed.zero.GatheredParameters([parameter]):
+                parameter.data.fill_(0.5)
+            raised.append(False)
+        except LostEditError:
+            raised.append(True)
+    return raised
+
+
+def test_an_edit_of_another_ranks_part_and_one_in_a_handler_are_noticed(ranks):
+    first, second = ranks(2).run(anothers_part)
+    assert first == [True, True]
+    assert second == [False, True]
+
+
 def moments_and_gradients() -> None:
     import deepspeed
 
@@ -207,8 +313,6 @@ def moments_and_gradients() -> None:
         deepspeed.utils.safe_set_full_optimizer_state(parameter, wanted, "exp_avg")
         assert torch.equal(deepspeed.utils.safe_get_full_optimizer_state(parameter, "exp_avg"), wanted)
     assert all(torch.equal(a, b) for a, b in zip(weights, tensors_of(engine.optimizer)["weights"], strict=True))
-    from tests.engines import batch_of
-
     engine.backward(engine(batch_of(engine, 1), 1))
     for parameter in engine.module.parameters():
         # Sizes that two ranks don't divide, too: stock raises.

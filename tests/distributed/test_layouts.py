@@ -133,6 +133,18 @@ def test_a_layout_has_stocks_bits(ranks, layout, precision, world_size):
         assert bool(aliased) is (precision != "bf16 with fp32 masters")
 
 
+def after_hpzero() -> None:
+    """DeepSpeed keeps hpZeRO's process group, so that later engines have secondary partitions too."""
+    first = build(zero={"zero_hpz_partition_size": 2})
+    first.backward(first(batch_of(first, 0), 0))
+    first.step()
+    assert same("all persistent", "fp32") > 0
+
+
+def test_an_engine_after_one_with_hpzero(ranks):
+    ranks(2).run(after_hpzero)
+
+
 def scaled() -> tuple[int, list[float]]:
     """Autocast to fp16, where DeepSpeed scales the loss with torch's GradScaler, overflows included."""
     autocast = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
