@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import itertools
 import multiprocessing
 import os
 import socket
@@ -22,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 # A rank that waits for a failed one in a collective never answers: its peers' answer comes after this many seconds.
 PEER_GRACE_SECONDS = 10
 TASK_TIMEOUT_SECONDS = 240
+TASKS_BETWEEN_COLLECTIONS = 40
 
 
 class RankFailure(AssertionError):
@@ -113,7 +115,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int) -> None:
     gc.collect()
     gc.freeze()
     modules: dict[str, Any] = {}
-    while True:
+    for task in itertools.count():
         try:
             path, name, arguments = pipe.recv()
         except EOFError:
@@ -121,6 +123,11 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int) -> None:
         try:
             if path not in modules:
                 modules[path] = _load(path)
+            # Nor what the tests before have left, but now and then, to get it back.
+            if task % TASKS_BETWEEN_COLLECTIONS == 0:
+                gc.unfreeze()
+                gc.collect()
+            gc.freeze()
             torch.manual_seed(0)
             # DeepSpeed remembers for the whole process that an engine once used autocast, or hpZeRO.
             deepspeed.runtime.torch_autocast.TORCH_AUTOCAST_INITIALIZED = False

@@ -88,6 +88,14 @@ class SkipRedundantRelease:
         if not self.switches.skip_redundant_release or has_secondary_partitions(self):
             super().invalidate_secondary_tensor()  # type: ignore[misc]
 
+    def _post_step(self, *arguments: Any) -> None:
+        # An optimizer that gives masters new storage has taken the partitions along, and not the parameters.
+        for parameter in self._left_in_place:
+            if not _is_its_partition(parameter):
+                self._free(parameter)
+        self._left_in_place = ()
+        super()._post_step(*arguments)  # type: ignore[misc]
+
     def _overflow_clean_up(self, *arguments: Any) -> None:
         # A step that is skipped gathers nothing, so upstream leaves persistent parameters released.
         for parameter in self._left_in_place:
