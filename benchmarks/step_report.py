@@ -53,6 +53,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
             left.bar_label(bar, [f"{case[key]:.1f}"], fontsize=8)
     left.set_xticks(range(len(cases)), [f"{c['optimizer']}\n{c['ranks']} rank{'s' * (c['ranks'] > 1)}" for c in cases])
     left.set(ylabel="optimizer step (ms)", yscale="log", title="GLM-4.5-Air's structure, 137 sub-groups")
+    left.margins(y=0.25)  # room for the legend above the bars
     growing = [case for case in report["cases"] if "switches" not in case]
     for key, colour, label in (
         ("stock_ms", stock, "DeepSpeed's own"),
