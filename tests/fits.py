@@ -85,7 +85,15 @@ class Sentences(Dataset):
         return {"input_ids": self.ids[index], "labels": self.ids[index]}
 
 
-def fit(module: pl.LightningModule, data: Dataset, strategy: Any, *, steps: int = STEPS, **options: Any) -> pl.Trainer:
+def fit(
+    module: pl.LightningModule,
+    data: Dataset,
+    strategy: Any,
+    *,
+    steps: int = STEPS,
+    ckpt_path: str | None = None,
+    **options: Any,
+) -> pl.Trainer:
     """Train for a few steps, without anything that prints or writes unless asked for."""
     trainer = pl.Trainer(
         **{
@@ -101,7 +109,7 @@ def fit(module: pl.LightningModule, data: Dataset, strategy: Any, *, steps: int 
             **options,
         }
     )
-    trainer.fit(module, DataLoader(data, batch_size=2))
+    trainer.fit(module, DataLoader(data, batch_size=2), ckpt_path=ckpt_path)
     return trainer
 
 

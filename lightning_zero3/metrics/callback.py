@@ -8,8 +8,8 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
-from lightning_zero3.metrics import collectives, names
-from lightning_zero3.metrics.grad_clear import read_census, start_census
+from lightning_zero3.metrics import names
+from lightning_zero3.metrics.census import read_censuses, start_censuses
 from lightning_zero3.metrics.memory import read_memory
 from lightning_zero3.metrics.over_ranks import PackedOverRanks
 from lightning_zero3.metrics.step_time import StepClock, discard_forward_times, read_engine_timers, steps_taken
@@ -65,10 +65,7 @@ class Zero3Monitor(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:  # noqa: ARG002
         """Start the clock."""
         self._global_step = trainer.global_step
-        if self._grad_clear_census:
-            start_census(trainer.strategy.model)
-        if self._collective_census:
-            collectives.start_census(trainer.strategy.model)
+        start_censuses(trainer.strategy.model, grad_clear=self._grad_clear_census, collectives=self._collective_census)
         discard_forward_times(trainer.strategy.model)
         self._tokens = 0
         self._clock.restart()
@@ -111,7 +108,7 @@ class Zero3Monitor(Callback):
     def _log(self, trainer: pl.Trainer, pl_module: pl.LightningModule, times: dict[str, float]) -> None:
         device = trainer.strategy.root_device
         engine = trainer.strategy.model
-        values = {**times, **read_memory(device), **read_census(engine), **collectives.read_census(engine)}
+        values = {**times, **read_memory(device), **read_censuses(engine)}
         # Where an epoch ends in the middle of accumulation, Lightning counts a step that the engine doesn't take; the
         # timers are then of a micro-step that updates nothing.
         if steps_taken(engine) != self._engine_steps:

@@ -4,10 +4,8 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from lightning_zero3 import Zero3FastStrategy
 from tests.distributed.stock import StockOnCPU
@@ -145,20 +143,9 @@ def strategy_of(name: str, **arguments: Any) -> Any:
     return Zero3FastStrategy(copy.deepcopy(config), **arguments)
 
 
-def resumed_from(name: str, path: str, module: Any, steps: int, **arguments: Any) -> Any:
-    trainer = pl.Trainer(
-        strategy=strategy_of(name, load_full_weights=True, **arguments),
-        accelerator="cpu",
-        devices=torch.distributed.get_world_size(),
-        precision=PLUGINS[name][0],
-        max_steps=steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, DataLoader(one_batch(), batch_size=2), ckpt_path=path)
-    return trainer
+def resumed_from(name: str, path: str, module: Any, steps: int) -> Any:
+    strategy = strategy_of(name, load_full_weights=True)
+    return fit(module, one_batch(), strategy, steps=steps, precision=PLUGINS[name][0], ckpt_path=path)
 
 
 def consolidated(folder: str, name: str) -> str:
@@ -298,19 +285,8 @@ def stock_goes_back(folder: str) -> tuple[bool, bool]:
         strategy_of("bf16 with fp32 masters", load_full_weights=True, stock_semantics=True),
         StockOnCPU(config=copy.deepcopy(strategy_of("bf16 with fp32 masters").config), load_full_weights=True),
     ):
-        trainer = pl.Trainer(
-            strategy=strategy,
-            accelerator="cpu",
-            devices=torch.distributed.get_world_size(),
-            precision="bf16-mixed",
-            max_steps=4,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
         module = Watched()
-        trainer.fit(module, DataLoader(one_batch(), batch_size=2), ckpt_path=path)
+        fit(module, one_batch(), strategy, steps=4, precision="bf16-mixed", ckpt_path=path)
         wrong.append(not torch.equal(module.at_start[0]["net.0.weight"], file["net.0.weight"]))
     return wrong[0], wrong[1]
 
@@ -318,3 +294,5 @@ def stock_goes_back(folder: str) -> tuple[bool, bool]:
 def test_with_stock_semantics_masters_are_left_as_stock_leaves_them(ranks, tmp_path):
     ours, stock = ranks(1).run(stock_goes_back, str(tmp_path))[0]
     assert ours == stock
+    if not stock:
+        pytest.skip("Lightning restores masters by itself")
