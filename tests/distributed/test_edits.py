@@ -97,13 +97,23 @@ def gathered_by_a_forward(case: str) -> None:
     import deepspeed
 
     engine = engine_that_stands_still(case, HUGE)
-    masters = [master_of(p).clone() for p in engine.module.parameters()]
     parameters = list(engine.module.parameters())
-    # A forward before any step: persistent parameters stay gathered, in 16 bits.
-    engine(batch_of(engine, 0), 0)
+    masters = [master_of(p).clone() for p in parameters]
+    for step in range(3):
+        micro_step(engine, step)
+    # A context gives persistent parameters up; the next forward gathers them, and leaves them lying there.
+    with deepspeed.zero.GatheredParameters(parameters):
+        pass
+    with torch.no_grad():
+        engine(batch_of(engine, 0), 0)
+    assert all(p.data.numel() == p.ds_numel for p in parameters)
+    if torch.distributed.get_world_size() > 1:
+        assert all(torch.equal(p.data, p.data.to(torch.bfloat16).to(p.dtype)) for p in parameters)
     with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):
         pass
-    micro_step(engine, 1)
+    for parameter, before in zip(parameters, masters, strict=True):
+        assert torch.equal(master_of(parameter), before)
+    micro_step(engine, 3)
     for parameter, before in zip(parameters, masters, strict=True):
         assert torch.equal(master_of(parameter), before)
 
