@@ -25,6 +25,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_zero3.capabilities import clears_once_per_step
 from lightning_zero3.optimizer.flat_layout import FlatLayout
 from lightning_zero3.optimizer.merged_update import MergedUpdate, changes_gradients, mergeable, working_memory
+from lightning_zero3.optimizer.runs import RunRules, Unit, as_one, lie_together
 from lightning_zero3.optimizer.step_memory import Scratch, WorkingMemory, idle_bytes, stock_peak
 from lightning_zero3.optimizer.switches import Switches
 from lightning_zero3.optimizer.upstream_path import reason_for_upstreams_step
@@ -64,6 +65,8 @@ class BatchOptimizerStep:
     # Calls to the optimizer in the last merged step, and the chunks that it was cut into.
     optimizer_calls = 0
     step_chunks = 0
+    # Tensors in these calls: sub-groups that lie together count once.
+    updated_tensors = 0
     _merging = False
     _total_norm: Any = None
     _layouts: tuple[FlatLayout, FlatLayout] | None = None
@@ -156,25 +159,50 @@ class BatchOptimizerStep:
 
     @torch.no_grad()
     def _update_all(self) -> None:
+        masters = self.fp32_partitioned_groups_flat
         if self._update is None or self._update.optimizer is not self.optimizer:
-            self._update = MergedUpdate(self.optimizer, self.sub_group_to_group_id.__getitem__)  # type: ignore[attr-defined]
+            self._update = MergedUpdate(self.optimizer, masters, self.sub_group_to_group_id.__getitem__)  # type: ignore[attr-defined]
             self._chunk_plans = {}
         factor = self._factor()
         chunks = self._chunks(factor is not None)
-        self.optimizer_calls, self.step_chunks = 0, len(chunks)
+        self.step_chunks = len(chunks)
         largest = max(chunk.numel for chunk in chunks)
-        masters = self.fp32_partitioned_groups_flat
+        rules = self._run_rules(factor is not None, largest * masters[0].element_size())
+        # Before gradients are copied: what is brought together goes through the same memory.
+        calls = [self._update.plan(chunk.sub_groups, rules) for chunk in chunks]
+        self.optimizer_calls = sum(map(len, calls))
+        self.updated_tensors = sum(len(units) for of_chunk in calls for _, units in of_chunk)
         scratch = None
         if largest:
             wanted = largest * masters[0].element_size()
             scratch = Scratch(idle_bytes(self), wanted, masters[0].device).take(largest, masters[0].dtype)
-        for chunk in chunks:
-            self._set_gradients(chunk, factor, scratch)
-            self.optimizer_calls += self._update.step(chunk.sub_groups, masters)
-            for index in chunk.sub_groups:
-                masters[index].grad = None
-        self._copy_weights_back()
+        for chunk, of_chunk in zip(chunks, calls, strict=True):
+            units = [unit for _, units in of_chunk for unit in units]
+            self._set_gradients(chunk, units, factor, scratch)
+            self._update.step(of_chunk)
+            for unit in units:
+                unit.tensor.grad = None
+        self._copy_weights_back([unit for of_chunk in calls for _, units in of_chunk for unit in units])
         self._let_go_of_gradients()
+
+    def _run_rules(self, scaled: bool, scratch: int) -> RunRules:
+        """Which sub-groups may be updated as one tensor, such that the step's peak stays at or below stock's."""
+        per_tensor = max(self._working_memory(index).per_tensor for index in range(len(self.fp16_groups)))
+        idle = idle_bytes(self)
+        from_idle = idle is not None and idle.numel() >= scratch
+        allowed = self.scratch_bytes_allowed() - (0 if from_idle else scratch)
+        weights, masters = self.fp16_partitioned_groups_flat, self.fp32_partitioned_groups_flat
+
+        def memory(wanted: int) -> Scratch | None:
+            fits = wanted <= (idle.numel() if idle is not None else 0) or wanted <= allowed
+            return Scratch(idle, wanted, masters[0].device) if fits else None
+
+        return RunRules(
+            max_bytes=allowed / per_tensor if per_tensor else float("inf"),
+            copied=tuple(self._is_copied(index, scaled) for index in range(len(masters))),
+            movable=lambda index: weights[index] is not masters[index],
+            memory=memory,
+        )
 
     def _factor(self) -> Any:
         """What gradients are multiplied by: upstream's arithmetic, to the bit; None where it is 1."""
@@ -186,33 +214,32 @@ class BatchOptimizerStep:
             return None
         return 1.0 / combined_scale
 
-    def _set_gradients(self, chunk: Chunk, factor: Any, scratch: torch.Tensor | None) -> None:
+    def _set_gradients(self, chunk: Chunk, units: Sequence[Unit], factor: Any, scratch: torch.Tensor | None) -> None:
         assert self._layouts is not None
-        masters, buffer, spans = (
-            self.fp32_partitioned_groups_flat,
-            self.grad_partitions_flat_buffer,
-            self._layouts[0].spans,
-        )
-        copies: dict[int, torch.Tensor] = {}
+        buffer, spans = self.grad_partitions_flat_buffer, self._layouts[0].spans
+        # Where each copied sub-group's gradient starts in the copies.
+        starts: dict[int, int] = {}
         if chunk.copied:
             assert scratch is not None
             whole = scratch.narrow(0, 0, chunk.numel)
-            pieces = whole.split([spans[index][1] - spans[index][0] for index in chunk.copied])
+            sizes = [spans[index][1] - spans[index][0] for index in chunk.copied]
+            starts = dict(zip(chunk.copied, itertools.accumulate(sizes, initial=0), strict=False))
             if chunk.start is not None:
                 whole.copy_(buffer.narrow(0, chunk.start, chunk.numel))
             else:
                 places = [buffer[slice(*spans[index])] for index in chunk.copied]
-                torch._foreach_copy_(list(pieces), places)
+                torch._foreach_copy_(list(whole.split(sizes)), places)
             if factor is not None:
                 whole.mul_(factor)
-            copies = dict(zip(chunk.copied, pieces, strict=True))
         in_place = []
-        for index in chunk.sub_groups:
-            gradient = copies.get(index)
-            if gradient is None:
-                gradient = buffer[slice(*spans[index])]
-                in_place.append(gradient)
-            masters[index].grad = gradient
+        for unit in units:
+            first, last = unit.members[0], unit.members[-1]
+            numel = spans[last][1] - spans[first][0]
+            if first in starts:
+                unit.tensor.grad = whole.narrow(0, starts[first], numel)
+            else:
+                unit.tensor.grad = buffer.narrow(0, spans[first][0], numel)
+                in_place.append(unit.tensor.grad)
         if factor is not None and in_place:
             torch._foreach_mul_(in_place, factor)
 
@@ -273,14 +300,23 @@ class BatchOptimizerStep:
         numel = sum(spans[index][1] - spans[index][0] for index in chosen)
         return Chunk(sub_groups, chosen, spans[chosen[0]][0] if one_piece else None, numel)
 
-    def _copy_weights_back(self) -> None:
+    def _copy_weights_back(self, units: Sequence[Unit]) -> None:
         """Masters into weights, where they are two tensors; bind the partitions again where they aren't bound."""
         assert self._layouts is not None
         weights, masters = self.fp16_partitioned_groups_flat, self.fp32_partitioned_groups_flat
-        # None stands for weights on NVMe, which this step doesn't know.
-        apart = [(w, m) for w, m in zip(weights, masters, strict=True) if w is not None and w is not m]
-        if apart:
-            torch._foreach_copy_([weight.data for weight, _ in apart], [master.data for _, master in apart])
+        into: list[torch.Tensor] = []
+        source: list[torch.Tensor] = []
+        for unit in units:
+            # None stands for weights on NVMe, which this step doesn't know.
+            apart = [w for i in unit.members if (w := weights[i]) is not None and w is not masters[i]]
+            if len(unit.members) > 1 and len(apart) == len(unit.members) and lie_together(apart):
+                into.append(as_one(apart))
+                source.append(unit.tensor)
+            else:
+                into += [weight.data for weight in apart]
+                source += [masters[i].data for i in unit.members if weights[i] is not masters[i]]
+        if into:
+            torch._foreach_copy_(into, source)
         partitions = itertools.chain.from_iterable(self.fp16_partitioned_groups)
         if not self._layouts[1].holds(self.lp_param_buffer, partitions):
             for index in range(len(weights)):

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from lightning_zero3.optimizer.runs import RunRules, Runs, Unit
 from lightning_zero3.optimizer.step_memory import WorkingMemory
 
 
@@ -84,23 +85,27 @@ class MergedUpdate:
 
     Args:
         optimizer: Of a class that :func:`mergeable` allows.
+        masters: All sub-groups' masters.
         group_of: Parameter group of each sub-group (upstream's ``sub_group_to_group_id``).
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, group_of: Callable[[int], int]) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, masters: Sequence[torch.Tensor], group_of: Callable[[int], int]
+    ) -> None:
         self.optimizer = optimizer
+        self._masters = masters
+        self._runs = Runs(optimizer, masters)
         self._group_of = group_of
         # A known class reads the keys of its defaults; FusedAdam takes a new tensor's count of steps from its group.
         self._keys = tuple(optimizer.defaults)
         self._read = itemgetter(*self._keys)
         self._counts_per_tensor = _is_fused_adam(optimizer)
 
-    def buckets(self, sub_groups: Iterable[int], masters: Sequence[torch.Tensor]) -> list[tuple[Any, list[int]]]:
+    def buckets(self, sub_groups: Iterable[int]) -> list[tuple[Any, list[int]]]:
         """Put sub-groups together whose hyper-parameters are equal at this moment.
 
         Args:
             sub_groups: Which.
-            masters: All sub-groups' masters.
 
         Returns:
             Pairs of a parameter group, whose hyper-parameters hold for all, and sub-groups.
@@ -114,7 +119,7 @@ class MergedUpdate:
             if key is None:
                 key = seen[group_id] = self._hyper_parameters(groups[group_id])
             if self._counts_per_tensor:
-                known = state.get(masters[index])
+                known = state.get(self._masters[index])
                 key = (key, known["step"] if known else groups[group_id].get("step", 0))
             bucket = found.get(key)
             if bucket is None:
@@ -123,32 +128,42 @@ class MergedUpdate:
                 bucket[1].append(index)
         return list(found.values())
 
-    def step(self, sub_groups: Iterable[int], masters: Sequence[torch.Tensor]) -> int:
-        """Update the masters, whose ``grad`` is set.
+    def plan(self, sub_groups: Iterable[int], rules: RunRules) -> list[tuple[Any, list[Unit]]]:
+        """What each call will update, before any gradient is set.
 
         Args:
-            sub_groups: Which.
-            masters: All sub-groups' masters.
+            sub_groups: Which, ascending.
+            rules: Which of them may be updated as one tensor.
 
         Returns:
-            The number of calls to the optimizer.
+            For each call, the parameter group whose hyper-parameters hold for all, and what is updated.
+        """
+        return [(group, self._runs.units(members, rules)) for group, members in self.buckets(sub_groups)]
+
+    def step(self, calls: Sequence[tuple[Any, list[Unit]]]) -> None:
+        """Update the masters; each unit's tensor has its ``grad`` set.
+
+        Args:
+            calls: From :meth:`plan`.
         """
         optimizer, every_group = self.optimizer, self.optimizer.param_groups
-        buckets = self.buckets(sub_groups, masters)
         try:
-            for group, members in buckets:
-                tensors = [masters[index] for index in members]
+            for group, units in calls:
+                tensors = [unit.tensor for unit in units]
+                for unit in units:
+                    if unit.state:
+                        optimizer.state[unit.tensor] = dict(unit.state)
                 # The other groups are empty in every call anyway, so it needn't see them.
                 optimizer.param_groups = [{**group, "params": tensors}]
                 optimizer.step()
                 if self._counts_per_tensor:
                     self._count_all(tensors)
+                self._runs.spread(units)
         finally:
             optimizer.param_groups = every_group
         if self._counts_per_tensor:
             for group in every_group:
                 group.setdefault("step", 0)  # as FusedAdam leaves it in every group that it has stepped
-        return len(buckets)
 
     def _count_all(self, tensors: list[torch.Tensor]) -> None:
         """FusedAdam advances the last tensor's count of steps only, as if each call had one tensor."""

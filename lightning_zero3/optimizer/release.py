@@ -90,9 +90,8 @@ class SkipRedundantRelease:
 
     def _post_step(self, *arguments: Any) -> None:
         # An optimizer that gives masters new storage has taken the partitions along, and not the parameters.
-        for parameter in self._left_in_place:
-            if not _is_its_partition(parameter):
-                self._free(parameter)
+        for parameter in _not_their_partitions(self._left_in_place):
+            self._free(parameter)
         self._left_in_place = ()
         super()._post_step(*arguments)  # type: ignore[misc]
 
@@ -118,7 +117,7 @@ class SkipRedundantRelease:
             self._parameter_list = ParameterList(self.module)
         parameters = self._parameter_list.current()
         released, gathered = ZeroParamStatus.NOT_AVAILABLE, ZeroParamStatus.AVAILABLE
-        left: list[Any] = []
+        persistent: list[Any] = []
         freed, complete = 0, True
         for parameter in parameters:
             if parameter.ds_active_sub_modules:
@@ -129,20 +128,23 @@ class SkipRedundantRelease:
                 complete = False
                 continue
             freed += parameter.ds_numel
-            # On one rank a persistent parameter is a view of its own partition: there is nothing to free, and the
-            # gather after the step would bind the same view again.
-            if parameter.ds_persist and _is_its_partition(parameter):
-                left.append(parameter)
+            if parameter.ds_persist:
+                persistent.append(parameter)
             else:
                 self._free(parameter)
         self.release_visits = len(parameters)
         # Upstream counts a persistent parameter out at each release and never in again; prefetching follows that count.
         setattr(coordinator, _AVAILABLE_COUNT, getattr(coordinator, _AVAILABLE_COUNT) - freed)
-        if not complete:
-            for parameter in left:
-                self._free(parameter)
-            left = []
-        self._left_in_place = left
+        # On one rank a persistent parameter is a view of its own partition: there is nothing to free, and the gather
+        # after the step would bind the same view again.
+        away = _not_their_partitions(persistent) if complete else persistent
+        for parameter in away:
+            self._free(parameter)
+        if len(away) < len(persistent):
+            gone = set(map(id, away))
+            self._left_in_place = [parameter for parameter in persistent if id(parameter) not in gone]
+        else:
+            self._left_in_place = ()
         return complete
 
     @staticmethod
@@ -157,6 +159,10 @@ class SkipRedundantRelease:
         parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
 
 
-def _is_its_partition(parameter: Any) -> bool:
-    partition: torch.Tensor = parameter.ds_tensor
-    return bool(partition.numel() == parameter.ds_numel and parameter.data_ptr() == partition.data_ptr())
+def _not_their_partitions(parameters: Sequence[Any]) -> Sequence[Any]:
+    """Those of the gathered parameters that hold memory of their own: all, if there is more than one rank."""
+    partitions = [parameter.ds_tensor for parameter in parameters]
+    same_place = map(operator.eq, map(torch.Tensor.data_ptr, parameters), map(torch.Tensor.data_ptr, partitions))
+    whole = map(operator.eq, map(torch.Tensor.numel, partitions), map(operator.attrgetter("ds_numel"), parameters))
+    theirs = list(map(operator.and_, same_place, whole))
+    return [p for p, own in zip(parameters, theirs, strict=True) if not own] if not all(theirs) else ()
