@@ -44,8 +44,8 @@ class ParameterList:
         """All parameters, external ones included."""
         # dict's own methods: DeepSpeed's registries fetch parameters when they are indexed. Identities are compared, so
         # that no parameter's memory is touched.
-        same_number = sum(map(dict.__len__, self._registries)) == len(self._registered) > 0
-        registered = itertools.chain.from_iterable(map(dict.values, self._registries))
+        registered = list(itertools.chain.from_iterable(map(dict.values, self._registries)))
+        same_number = len(registered) == len(self._registered) > 0
         if not (same_number and all(map(operator.is_, registered, self._registered))):
             self._list_anew()
         return self._parameters
