@@ -1,4 +1,4 @@
-"""DeepSpeed: the step's gather of persistent parameters is one all-gather per parameter (a cost, not a wrong number)."""
+"""DeepSpeed: the step gathers persistent parameters by one all-gather each (a cost, not a wrong number)."""
 
 from reproduce import run, zero3
 

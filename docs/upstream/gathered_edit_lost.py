@@ -1,4 +1,4 @@
-"""DeepSpeed: an edit under ``GatheredParameters(..., modifier_rank=0)`` doesn't reach the master, so a step undoes it."""
+"""DeepSpeed: an edit under ``GatheredParameters(..., modifier_rank=0)`` misses the master, so a step undoes it."""
 
 from reproduce import run, weight_of, zero3
 

@@ -1,4 +1,4 @@
-"""DeepSpeed 0.19.8: under ``torch_autocast`` to fp16 an overflow doesn't lower the scale, so every later step overflows.
+"""DeepSpeed 0.19.8: under ``torch_autocast`` to fp16 an overflow never lowers the scale, so all later steps overflow.
 
 The engine skips the step before its GradScaler hears of it.
 """

@@ -1,4 +1,4 @@
-"""DeepSpeed: ``offload_states`` of weights takes the module's order for the buffer's, and frozen parameters for its own.
+"""DeepSpeed: ``offload_states`` of weights takes the order of the module for the order of the buffer.
 
 While they are offloaded, weights are wrong if parameter groups come in another order than the module's; with frozen
 parameters the call raises after it has bound the buffer to the host.

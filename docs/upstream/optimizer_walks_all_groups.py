@@ -3,6 +3,8 @@
 AutoEP makes a parameter group of each sub-group, 136 of GLM-4.5-Air's.
 """
 
+import sys
+
 from reproduce import run, zero3
 
 import torch
@@ -10,22 +12,25 @@ import torch
 
 def check():
     layers = 20
+    adamw_module = sys.modules[
+        torch.optim.AdamW.__module__.replace("adamw", "adam")
+    ]  # "torch.optim.adam" names a class
     model = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(layers)))
     optimizer = torch.optim.AdamW([{"params": [p]} for p in model.parameters()])
     engine = zero3(model, optimizer)
     engine.backward(engine(torch.ones(1, 4)).sum())
-    calls, adam = 0, torch.optim.adam.adam
+    calls, adam = 0, adamw_module.adam
 
     def counted(*args, **kwargs):
         nonlocal calls
         calls += 1
         return adam(*args, **kwargs)
 
-    torch.optim.adam.adam = counted
+    adamw_module.adam = counted
     try:
         engine.step()
     finally:
-        torch.optim.adam.adam = adam
+        adamw_module.adam = adam
     return calls > layers, f"{layers} parameter groups of one tensor each: a step calls torch's adam() {calls} times"
 
 

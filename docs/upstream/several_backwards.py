@@ -1,4 +1,4 @@
-"""DeepSpeed: stage 3, of several ``engine.backward`` calls within one micro-step only the last one's gradient counts."""
+"""DeepSpeed: of several ``engine.backward`` calls within one micro-step only the last gradient counts, silently."""
 
 from reproduce import run, weight_of, zero3
 
