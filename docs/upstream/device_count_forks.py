@@ -22,8 +22,8 @@ def check():
         engine.backward(engine(torch.ones(1, 4)).sum())
     finally:
         subprocess.Popen.__init__ = popen
-    return bool(forks), (
-        f"{layers} layers, one reduction each: a backward starts {len(forks)} processes"
+    return len(forks) > 1, (
+        f"{layers} layers, one reduction each: a backward starts {len(forks)} process(es)"
         f"{f', {forks[0]!r}' if forks else ''}"
     )
 

@@ -84,7 +84,7 @@ def run(check: Callable[[], tuple[bool, str]], processes: int = 1, seconds: int 
 
 
 def zero3(model: Any, optimizer: Any = None, zero: dict[str, Any] | None = None, **config: Any) -> Any:
-    """``deepspeed.initialize`` at stage 3, nothing persistent, SGD with a rate of 0.1 unless told otherwise."""
+    """``deepspeed.initialize`` at stage 3, nothing persistent, nothing clipped, SGD with a rate of 0.1."""
     import deepspeed
     import torch
 
@@ -95,6 +95,7 @@ def zero3(model: Any, optimizer: Any = None, zero: dict[str, Any] | None = None,
             "train_micro_batch_size_per_gpu": 1,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
+            "gradient_clipping": 0.0,
             "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **(zero or {})},
             **config,
         },
