@@ -29,12 +29,16 @@ DIFF = re.compile(r"```diff\n(.*?)```", re.DOTALL)
 
 def rows() -> dict[str, dict[str, str]]:
     """The index: a fault's name → its cells by their heading."""
-    lines = [line for line in (FOLDER / "README.md").read_text().splitlines() if line.startswith("|")]
-    headings, *entries = ([cell.strip() for cell in line.strip("|").split(" | ")] for line in lines)
-    found = {}
-    for cells in entries[1:]:
+    table = [
+        [cell.strip() for cell in line.strip("|").split(" | ")]
+        for line in (FOLDER / "README.md").read_text().splitlines()
+        if line.startswith("| ")
+    ]
+    headings, found = table[0], {}
+    for cells in table[1:]:
         match = re.search(r"\((\w+)\.py\)", " ".join(cells))
-        assert match, cells
+        if match is None:
+            continue  # another table
         found[match[1]] = dict(zip(headings, cells, strict=True))
     return found
 
@@ -83,8 +87,7 @@ def test_the_index_says_what_a_script_prints(name):
     ended = run(name)
     assert ended.stdout.startswith(BEGINNINGS[said]), ended.stdout + ended.stderr
     assert ended.returncode == EXIT_CODES[said]
-    if said != "can't tell":
-        assert ended.stdout.count("\n") == 1, "one line"
+    assert ended.stdout.count("\n") == 1, "one line"
 
 
 @pytest.fixture(scope="module")

@@ -55,18 +55,18 @@ def run(check: Callable[[], tuple[bool, str]], processes: int = 1, seconds: int 
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_CREAT | os.O_APPEND | os.O_WRONLY), stream)
 
-    def leave(code: int, line: str) -> None:
+    def leave(code: int, line: str, shows_log: bool = False) -> None:
         for other in others:
             other.kill()
             other.wait()
         sys.stdout.flush()
-        tail = f"\n{log.read_text(errors='replace')[-_TAIL:]}" if code == 2 else ""
+        tail = f"\n{log.read_text(errors='replace')[-_TAIL:]}" if shows_log else ""
         os.write(terminal, f"{line}{tail}\n".encode())
         folder.cleanup()
         # Past the interpreter's shutdown, which some faults hang or abort.
         os._exit(code)
 
-    watchdog = threading.Timer(seconds, leave, (2, f"can't tell: no answer within {seconds} seconds"))
+    watchdog = threading.Timer(seconds, leave, (2, f"can't tell: no answer within {seconds} seconds", True))
     watchdog.daemon = True
     watchdog.start()
     for rank in range(1, processes):
@@ -79,7 +79,7 @@ def run(check: Callable[[], tuple[bool, str]], processes: int = 1, seconds: int 
         leave(2, f"can't tell: {reason}")
     except BaseException:
         traceback.print_exc()
-        leave(2, "can't tell: the script failed")
+        leave(2, "can't tell: the script failed", True)
     leave(*((1, f"FAULT PRESENT: {text}") if present else (0, f"fixed: {text}")))
 
 
