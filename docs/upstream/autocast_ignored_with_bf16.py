@@ -1,0 +1,32 @@
+"""DeepSpeed: ``torch_autocast`` together with ``bf16.enabled`` silently trains plain bf16."""
+
+from reproduce import run, zero3
+
+import torch
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen = torch.nn.Linear(4, 4), {}
+
+    def forward(self, x):
+        self.seen = {"autocast": torch.is_autocast_enabled("cpu"), "weight": self.layer.weight.dtype}
+        return self.layer(x.to(self.layer.weight.dtype))
+
+
+def check():
+    autocast = {"enabled": True, "dtype": "bfloat16"}
+    seen = []
+    for config in ({}, {"bf16": {"enabled": True}}):
+        engine = zero3(Layer(), torch_autocast=autocast, **config)
+        engine(torch.ones(1, 4))
+        seen.append(engine.module.seen)
+    return seen[1]["weight"] == torch.bfloat16, (
+        f"torch_autocast alone: weights are {seen[0]['weight']}, autocast {seen[0]['autocast']}; with bf16.enabled: "
+        f"{seen[1]['weight']}, autocast {seen[1]['autocast']}, and no error"
+    )
+
+
+if __name__ == "__main__":
+    run(check)
