@@ -187,7 +187,7 @@ class BatchOptimizerStep:
 
     def _run_rules(self, scaled: bool, scratch: int) -> RunRules:
         """Which sub-groups may be updated as one tensor, such that the step's peak stays at or below stock's."""
-        per_tensor = max(self._working_memory(index).per_tensor for index in range(len(self.fp16_groups)))
+        needs = [self._working_memory(index) for index in range(len(self.fp16_groups))]
         idle = idle_bytes(self)
         from_idle = idle is not None and idle.numel() >= scratch
         allowed = self.scratch_bytes_allowed() - (0 if from_idle else scratch)
@@ -198,7 +198,7 @@ class BatchOptimizerStep:
             return Scratch(idle, wanted, masters[0].device) if fits else None
 
         return RunRules(
-            max_bytes=allowed / per_tensor if per_tensor else float("inf"),
+            max_bytes=self._most_in_a_loop(needs, 0 if from_idle else scratch),
             copied=tuple(self._is_copied(index, scaled) for index in range(len(masters))),
             movable=lambda index: weights[index] is not masters[index],
             memory=memory,
@@ -261,7 +261,10 @@ class BatchOptimizerStep:
         # Automatic: idle memory if there is enough; else what stock's copy of the largest sub-group takes.
         for_copies = budget if budget is not None else idle if idle >= largest else largest
         from_idle = idle >= for_copies
-        per_call = max(self._working_memory(index).per_call for index in range(len(masters)))
+        needs = [self._working_memory(index) for index in range(len(masters))]
+        per_call = max(need.per_call for need in needs)
+        # A loop keeps its result for one tensor until it has the next one's; a large one is called for by itself.
+        alone = self._most_in_a_loop(needs, 0 if from_idle else for_copies)
         if budget is not None:
             for_all: float = budget
         elif per_call:
@@ -269,17 +272,24 @@ class BatchOptimizerStep:
         else:
             for_all = float("inf")
         chunks: list[Chunk] = []
-        first, bytes_copied, bytes_all = 0, 0, 0
+        first, bytes_copied, bytes_all, before = 0, 0, 0, 0
         for index, master in enumerate(masters):
             more = size * master.numel()
             more_copied = more if copied[index] else 0
-            if index > first and (bytes_copied + more_copied > for_copies or bytes_all + more > for_all):
+            full = bytes_copied + more_copied > for_copies or bytes_all + more > for_all
+            if index > first and (full or max(before, more) > alone):
                 chunks.append(self._chunk(range(first, index), copied))
                 first, bytes_copied, bytes_all = index, 0, 0
             bytes_copied += more_copied
             bytes_all += more
+            before = more
         chunks.append(self._chunk(range(first, len(masters)), copied))
         return chunks
+
+    def _most_in_a_loop(self, needs: Sequence[WorkingMemory], scratch: int) -> float:
+        """Bytes of a tensor that may be one of several in a call to an optimizer that loops over them."""
+        per_tensor = max(need.per_tensor for need in needs)
+        return (self.scratch_bytes_allowed() - scratch) / (per_tensor + 1) if per_tensor else float("inf")
 
     def _is_copied(self, sub_group_id: int, scaled: bool) -> bool:
         """Whether stock works on a copy of a sub-group's gradients, and that copy differs from them.

@@ -1,5 +1,7 @@
 """Sub-groups that lie together are updated as one tensor, to stock's bits, and nothing is there twice meanwhile."""
 
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 
 from lightning_zero3.config import Zero3Options
 from tests.distributed.test_fast_step import state_of, steps_of
-from tests.engines import PRECISIONS, Trainable, assert_aliased, build
+from tests.engines import PRECISIONS, Trainable, assert_aliased, batch_of, build
 from tests.fits import assert_equal_bits
 
 # Sizes whose partitions are whole vectors on one and two ranks, but for the last layer's (a run may end in one).
@@ -157,3 +159,30 @@ def odd_sizes() -> int:
 def test_on_a_cpu_only_whole_vectors_are_put_before_others(ranks):
     # 403, 31, 527, 17, 119 and 7 elements: each would end a vector in the middle.
     assert ranks(1).run(odd_sizes) == [6]
+
+
+def peaks(kind: str, precision: str, dims: tuple[int, ...]) -> tuple[int, int]:
+    """The most live bytes in a step beyond those before it, stock's and ours; without a budget."""
+    path = Path(__file__).parents[2] / "benchmarks" / "step_arms.py"
+    spec = importlib.util.spec_from_file_location("step_arms", path)
+    assert spec is not None
+    assert spec.loader is not None
+    arms = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(arms)
+    found = []
+    for engine in pair(kind, dims=dims, budget=None, gradient_clipping=0.5, **PRECISIONS[precision]):
+        steps_of(engine, range(2))
+        engine.backward(engine(batch_of(engine, 2), 2))
+        with arms.PeakBytes() as memory:
+            engine.step()
+        found.append(memory.peak)
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("dims", [DIMS, (13, 256, 256, 256, 7)], ids=["one bucket", "larger than the bucket"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16 with fp32 masters"])
+@pytest.mark.parametrize("kind", ["AdamW", "AdamW foreach", "SGD", "FusedAdam"])
+def test_the_peak_of_a_step_is_at_most_stocks(ranks, kind, precision, dims):
+    for stock, ours in ranks(2).run(peaks, kind, precision, dims):
+        # Up to a few scalars: the factor of clipping is there while all are updated.
+        assert ours <= stock + 64, (ours, stock)
