@@ -289,6 +289,8 @@ class BatchOptimizerStep:
     def _most_in_a_loop(self, needs: Sequence[WorkingMemory], scratch: int) -> float:
         """Bytes of a tensor that may be one of several in a call to an optimizer that loops over them."""
         per_tensor = max(need.per_tensor for need in needs)
+        if self.switches.step_bytes_budget is not None:
+            return self.switches.step_bytes_budget
         return (self.scratch_bytes_allowed() - scratch) / (per_tensor + 1) if per_tensor else float("inf")
 
     def _is_copied(self, sub_group_id: int, scaled: bool) -> bool:
