@@ -42,8 +42,11 @@ class Watched(Regression):
             gradients = [p.grad for p in self.parameters() if p.grad is not None]
             self.norms.append(float(torch.nn.utils.get_total_norm(gradients)))
 
+    def on_train_start(self) -> None:
+        self.global_step_at_start = self.trainer.global_step
+
     def on_train_batch_end(self, *_: Any) -> None:
-        if is_sharded(self) and self.trainer.global_step != (self.steps or [0])[-1]:
+        if is_sharded(self) and self.trainer.global_step != (self.steps or [self.global_step_at_start])[-1]:
             self.norms.append(float(self.trainer.strategy.model.get_global_grad_norm()))
         self.steps.append(self.trainer.global_step)
         self.rates.append(self.lr_schedulers().get_last_lr()[0])

@@ -47,17 +47,18 @@ def accumulated(number: int) -> Any:
 
 def cleared_in_the_middle(module: Manual, batch: Any, batch_idx: int) -> None:
     optimizer = module.optimizers()
-    if batch_idx % 3 == 0:
+    if batch_idx == 0:
         optimizer.zero_grad()  # before the first backward
     module.manual_backward(module.loss(batch))
-    if batch_idx % 3 == 0:
-        optimizer.zero_grad(set_to_none=True)  # the first micro-batch's gradients are gone
-    if module.is_last_of(3, batch_idx):
+    if batch_idx == 1:
+        optimizer.zero_grad(set_to_none=True)  # the first two micro-batches' gradients are gone
+    if module.trainer.is_last_batch:
         optimizer.step()
+        optimizer.zero_grad()
 
 
-def never_cleared_at_the_end(module: Manual, batch: Any, batch_idx: int) -> None:
-    optimizer = module.optimizers(use_pl_optimizer=batch_idx % 2 == 0)
+def cleared_before_backward(module: Manual, batch: Any, batch_idx: int) -> None:
+    optimizer = module.optimizers() if batch_idx % 2 else module.trainer.optimizers[0]  # Lightning's wrapper or not
     loss = module.loss(batch)
     optimizer.zero_grad()  # between forward and backward
     module.manual_backward(loss)
@@ -76,14 +77,6 @@ def two_forwards_then_two_backwards(module: Manual, batch: Any, batch_idx: int) 
     one, other = module.loss(batch), module.other_loss(batch)
     module.manual_backward(one)
     module.manual_backward(other)
-    module.optimizers().step()
-
-
-def one_graph_twice(module: Manual, batch: Any, batch_idx: int) -> None:
-    module.optimizers().zero_grad()
-    loss = module.loss(batch)
-    module.manual_backward(loss, retain_graph=True)
-    module.manual_backward(loss * 0.5)
     module.optimizers().step()
 
 
@@ -154,10 +147,9 @@ ORDERS = {
     "two batches": accumulated(2),
     "three batches": accumulated(3),
     "cleared in the middle": cleared_in_the_middle,
-    "cleared before backward": never_cleared_at_the_end,
+    "cleared before backward": cleared_before_backward,
     "two backwards": two_backwards,
     "two forwards, then two backwards": two_forwards_then_two_backwards,
-    "one graph twice": one_graph_twice,
     "two backwards, two batches": two_backwards_and_two_batches,
     "two backwards, first cleared": two_backwards_first_cleared,
     "two steps": two_steps,
