@@ -56,7 +56,7 @@ def is_sharded(module: pl.LightningModule) -> bool:
     return hasattr(next(module.parameters()), "ds_id")
 
 
-def run(strategy: Any, module: pl.LightningModule, *, epochs: int = 2, batches: int = BATCHES, **options: Any) -> Any:
+def run(strategy: Any, module: pl.LightningModule, *, epochs: int = 2, batches: int = BATCHES, ckpt_path: Any = None, **options: Any) -> Any:
     """Fit on this world's batches, or in one plain process on all of them; returns the trainer."""
     world = torch.distributed.get_world_size()
     plain = strategy == "auto"
@@ -73,7 +73,7 @@ def run(strategy: Any, module: pl.LightningModule, *, epochs: int = 2, batches: 
     data = Pairs(length=2 * world * batches)
     # Lightning's own sampler shuffles.
     sampler = None if plain else DistributedSampler(data, shuffle=False)
-    trainer.fit(module, DataLoader(data, batch_size=2 * world if plain else 2, sampler=sampler))
+    trainer.fit(module, DataLoader(data, batch_size=2 * world if plain else 2, sampler=sampler), ckpt_path=ckpt_path)
     return trainer
 
 

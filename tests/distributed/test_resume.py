@@ -116,17 +116,80 @@ def at_every_batch(folder: str, accumulate: int, automatic: bool, zero: dict[str
 
 
 @pytest.mark.parametrize("automatic", [True, False], ids=["automatic", "manual"])
-@pytest.mark.parametrize("accumulate", [1, 2, 3])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("world_size", "accumulate"), [(1, 2), (2, 1), (2, 3)])
 def test_a_resume_at_any_batch_equals_the_uninterrupted_run(ranks, world_size, accumulate, automatic, tmp_path):
     ranks(world_size).run(at_every_batch, str(tmp_path), accumulate, automatic, SMALL, None)
 
 
-@pytest.mark.parametrize("automatic", [True, False], ids=["automatic", "manual"])
-def test_an_offloaded_optimizer_resumes_at_any_batch(ranks, automatic, tmp_path):
-    ranks(2).run(at_every_batch, str(tmp_path), 3, automatic, OFFLOADED, None)
+def test_an_offloaded_optimizer_resumes_at_any_batch(ranks, tmp_path):
+    ranks(2).run(at_every_batch, str(tmp_path), 3, True, OFFLOADED, None)
 
 
 def test_a_schedule_of_accumulation_resumes_at_any_batch(ranks, tmp_path):
     """Lightning sets N when an epoch begins, which a resume within one doesn't do."""
     ranks(1).run(at_every_batch, str(tmp_path), 1, True, SMALL, {0: 3, 1: 2})
+
+
+def by_model_checkpoint(folder: str) -> list[dict[str, Any]]:
+    """Lightning's own callback, which saves after steps, and a run that ends in the middle of an epoch."""
+    callback = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    whole = run(None, None, 2, True, callbacks=[callback], enable_checkpointing=True)
+    stopped = run(None, None, 2, True, max_steps=4, enable_checkpointing=True, default_root_dir=folder)
+    stopped.save_checkpoint(f"{folder}/stopped")
+    seen = []
+    for name in ("step=2.ckpt", "step=4.ckpt", "stopped"):
+        resumed = run(None, f"{folder}/{name}", 2, True)
+        assert resumed.lightning_module.losses == whole.lightning_module.losses[-len(resumed.lightning_module.losses) :], name
+        assert_equal_bits(tensors_of(optimizer_of(resumed)), tensors_of(optimizer_of(whole)))
+        assert state_of(resumed) == state_of(whole), name
+        shard = torch.load(f"{folder}/{name}/checkpoint/zero_pp_rank_0_mp_rank_00_model_states.pt", weights_only=False)
+        seen.append({name: shard[name] for name in ("global_step", "global_steps", "lightning_zero3_micro_steps")})
+    return seen
+
+
+def test_checkpoints_of_lightnings_callback_resume_and_agree_on_the_step(ranks, tmp_path):
+    for two, four, stopped in ranks(2).run(by_model_checkpoint, str(tmp_path)):
+        assert two["global_step"] == two["global_steps"] == 2
+        assert two["lightning_zero3_micro_steps"] == {"micro_steps": 4, "partial_gradients": False}
+        assert four["global_step"] == four["global_steps"] == stopped["global_steps"] == 4
+        assert four["lightning_zero3_micro_steps"] == {"micro_steps": 7, "partial_gradients": False}
+
+
+def in_the_middle(folder: str) -> dict[str, Any]:
+    """After one of three micro-batches: loaded where its gradients don't fit, by stock, and in a plain Trainer."""
+    seen: dict[str, Any] = {}
+    whole = run(folder, None, 3, True)
+    path = f"{folder}/1/checkpoint/{optim_states(folder)}"
+    states = torch.load(path, weights_only=False)
+    partial = states["optimizer_state_dict"]["lightning_zero3_partial_gradients"]
+    partial["gradients"] = partial["gradients"][1:]
+    torch.save(states, path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        resumed = run(None, f"{folder}/1", 3, True)
+    seen["warned"] = [str(w.message) for w in caught if "between the micro-batches" in str(w.message)]
+    seen["steps"] = resumed.lightning_module.steps == whole.lightning_module.steps[1:]
+    without = tensors_of(optimizer_of(resumed))["weights"]
+    seen["differs"] = not all(
+        torch.equal(a, b) for a, b in zip(without, tensors_of(optimizer_of(whole))["weights"], strict=True)
+    )
+    plain = run(f"{folder}/plain", None, 3, True, strategy="auto")
+    resumed = run(None, f"{folder}/plain/1", 3, True, strategy="auto")
+    assert resumed.lightning_module.steps == plain.lightning_module.steps[1:]
+    states = [list(t.lightning_module.parameters()) for t in (plain, resumed)]
+    seen["plain differs"] = not all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+    return seen
+
+
+def optim_states(folder: str) -> str:
+    return next(path.name for path in Path(f"{folder}/1/checkpoint").glob("*optim_states.pt"))
+
+
+def test_gradients_that_do_not_fit_are_dropped_with_a_warning(ranks, tmp_path):
+    """As a plain Trainer drops them, which it does without one."""
+    seen = ranks(1).run(in_the_middle, str(tmp_path))[0]
+    assert len(seen["warned"]) == 1
+    assert "They are dropped" in seen["warned"][0]
+    assert seen["steps"]
+    assert seen["differs"]
+    assert seen["plain differs"]
