@@ -81,9 +81,11 @@ class MicroSteps:
             )
 
     def _boundary_comes_late(self) -> bool:
-        # ZenFlow and DeepCompile decide in backward what a step's last one does; there every backward may be it.
+        # Not with an optimizer that isn't ours, or of a layout that ours doesn't know. ZenFlow and DeepCompile decide in backward what a step's last one does; there every backward may be it.
         engine = self._engine
-        return hasattr(engine.optimizer, "begin_backward") and not engine.zenflow and not engine.is_deepcompile_active()
+        switches = getattr(engine.optimizer, "switches", None)
+        ours = switches is not None and switches.accumulate_backwards
+        return ours and not engine.zenflow and not engine.is_deepcompile_active()
 
 
 def reach_the_optimizer(wrapper: LightningOptimizer) -> None:
@@ -97,5 +99,9 @@ def reach_the_optimizer(wrapper: LightningOptimizer) -> None:
     """
     optimizer = wrapper.optimizer
     for name in dir(type(optimizer)):
-        if not name.startswith("_") and not hasattr(LightningOptimizer, name) and callable(getattr(type(optimizer), name)):
+        if (
+            not name.startswith("_")
+            and not hasattr(LightningOptimizer, name)
+            and callable(getattr(type(optimizer), name))
+        ):
             wrapper.__dict__[name] = getattr(optimizer, name)

@@ -54,9 +54,7 @@ class SteppingStrategy(DeepSpeedStrategy):
         with self._micro_steps.backward():
             return super().backward(closure_loss, optimizer, *args, **{"scale_wrt_gas": False, **kwargs})
 
-    def optimizer_step(
-        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
-    ) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """As Lightning's; a step that the engine skips doesn't count.
 
         Args:

@@ -12,7 +12,13 @@ from lightning_zero3.metrics import names
 from lightning_zero3.metrics.census import read_censuses, start_censuses
 from lightning_zero3.metrics.memory import read_memory
 from lightning_zero3.metrics.over_ranks import PackedOverRanks
-from lightning_zero3.metrics.step_time import StepClock, discard_forward_times, read_engine_timers, read_skipped_steps, steps_taken
+from lightning_zero3.metrics.step_time import (
+    StepClock,
+    discard_forward_times,
+    read_engine_timers,
+    read_skipped_steps,
+    steps_taken,
+)
 from lightning_zero3.metrics.throughput import tokens_in
 
 # What the progress bar shows, by short names: it has little room. Milliseconds and GiB.

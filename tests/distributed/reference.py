@@ -56,7 +56,15 @@ def is_sharded(module: pl.LightningModule) -> bool:
     return hasattr(next(module.parameters()), "ds_id")
 
 
-def run(strategy: Any, module: pl.LightningModule, *, epochs: int = 2, batches: int = BATCHES, ckpt_path: Any = None, **options: Any) -> Any:
+def run(
+    strategy: Any,
+    module: pl.LightningModule,
+    *,
+    epochs: int = 2,
+    batches: int = BATCHES,
+    ckpt_path: Any = None,
+    **options: Any,
+) -> Any:
     """Fit on this world's batches, or in one plain process on all of them; returns the trainer."""
     world = torch.distributed.get_world_size()
     plain = strategy == "auto"

@@ -164,9 +164,7 @@ NORMS_DIFFER = {"two steps", "stepped without gradients"}
 
 def against_plain(orders: list[str], zero: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {
-        order: compared(
-            *(run(s, Manual(order)) for s in (Zero3FastStrategy({"zero_optimization": zero}), "auto"))
-        )
+        order: compared(*(run(s, Manual(order)) for s in (Zero3FastStrategy({"zero_optimization": zero}), "auto")))
         for order in orders
     }
 
