@@ -1,8 +1,8 @@
 """Lightning's ``GradientAccumulationScheduler`` with this strategy.
 
 Upstream symbol: ``GradientAccumulationScheduler.on_train_start`` (Lightning 2.6.6), which refuses every
-``DeepSpeedStrategy``, because stock's engine counts micro-batches by a number from its config. Ours is told by Lightning's
-loop. Its other checks stay. Expires when the callback asks the strategy.
+``DeepSpeedStrategy``, because stock's engine counts micro-batches by a number from its config. Ours is told by
+Lightning's loop. Its other checks stay. Expires when the callback asks the strategy.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Upstream symbols: ``DeepSpeedEngine.backward``, which divides a loss that Lightning has divided already,
 ``set_gradient_accumulation_boundary``, ``zenflow``, ``is_deepcompile_active`` and ``micro_steps`` (0.19.7, 0.19.8);
-``fit_loop._should_accumulate`` and ``LightningOptimizer`` (Lightning 2.6.6). Left alone, the engine counts micro-batches
-across epochs and Lightning within one. Detected by tests against a plain Trainer. Expires when Lightning's strategy
+``fit_loop._should_accumulate`` and ``LightningOptimizer`` (Lightning 2.6.6). Left alone, the engine counts
+micro-batches across epochs and Lightning within one. Detected by tests against a plain Trainer. Expires when Lightning's strategy
 follows its own loop.
 """
 
@@ -81,7 +81,8 @@ class MicroSteps:
             )
 
     def _boundary_comes_late(self) -> bool:
-        # Not with an optimizer that isn't ours, or of a layout that ours doesn't know. ZenFlow and DeepCompile decide in backward what a step's last one does; there every backward may be it.
+        # Not with an optimizer that isn't ours, or of a layout that ours doesn't know. And ZenFlow and
+        # DeepCompile decide in backward what a step's last one does; there every backward may be it.
         engine = self._engine
         switches = getattr(engine.optimizer, "switches", None)
         ours = switches is not None and switches.accumulate_backwards

@@ -77,8 +77,8 @@ class SkippedSteps:
         trainer = self._trainer
         where = f"Optimizer step {trainer.global_step + 1} (epoch {trainer.current_epoch}, batch {self._batch_idx()})"
         rank_zero_warn(
-            f"{where} was skipped: a gradient is infinite or no number. Weights, learning rates and global_step stay as "
-            "they are."
+            f"{where} was skipped: a gradient is infinite or no number. Weights, learning rates and global_step stay "
+            "as they are."
         )
         if self._in_a_row >= SKIPPED_IN_A_ROW_AT_MOST:
             raise EndlessSkippingError(

@@ -207,7 +207,9 @@ def in_stock() -> dict[str, list[bool]]:
         strategies = (StockOnCPU(stage=3), Zero3FastStrategy(stock_semantics=True))
         others = [weights(run(strategy, Manual(order), epochs=1)) for strategy in strategies]
         assert all(torch.equal(a, b) for a, b in zip(*others, strict=True)), order
-        same[order] = [all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(o, plain)) for o in others]
+        same[order] = [
+            all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(o, plain, strict=True)) for o in others
+        ]
     return same
 
 

@@ -98,7 +98,7 @@ def state_of(trainer: Any) -> dict[str, Any]:
     return {
         "global_step": trainer.global_step,
         "engine": (engine.global_steps, engine.micro_steps, engine.skipped_steps),
-        "scheduler": {k: v for k, v in trainer.lr_scheduler_configs[0].scheduler.state_dict().items()},
+        "scheduler": dict(trainer.lr_scheduler_configs[0].scheduler.state_dict()),
         "optimizer steps": (loop.automatic_optimization.optim_progress.optimizer.step.total.completed),
         "epoch": trainer.current_epoch,
     }
