@@ -3,8 +3,8 @@
 Upstream symbols: ``DeepSpeedEngine.backward``, which divides a loss that Lightning has divided already,
 ``set_gradient_accumulation_boundary``, ``zenflow``, ``is_deepcompile_active`` and ``micro_steps`` (0.19.7, 0.19.8);
 ``fit_loop._should_accumulate`` and ``LightningOptimizer`` (Lightning 2.6.6). Left alone, the engine counts
-micro-batches across epochs and Lightning within one. Detected by tests against a plain Trainer. Expires when Lightning's strategy
-follows its own loop.
+micro-batches across epochs and Lightning within one. Detected by tests against a plain Trainer.
+Expires when Lightning's strategy follows its own loop.
 """
 
 from __future__ import annotations

@@ -60,6 +60,7 @@ class Zero3Monitor(Callback):
         self._tokens: int | None = 0
         self._global_step = 0
         self._engine_steps: int | None = None
+        self._skipped: dict[str, float] = {}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Ask the strategy for step timers before it builds its engine."""
@@ -88,6 +89,7 @@ class Zero3Monitor(Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
         """The batch has arrived."""
         self._engine_steps = steps_taken(trainer.strategy.model)
+        self._skipped = read_skipped_steps(trainer.strategy.model)
         self._clock.batch_starts()
 
     def on_train_batch_end(
@@ -102,8 +104,8 @@ class Zero3Monitor(Callback):
         tokens = self._tokens_per_batch(batch)
         self._tokens = None if tokens is None or self._tokens is None else self._tokens + tokens
         # A skipped step doesn't count in global_step, and is over all the same.
-        taken_or_skipped = steps_taken(trainer.strategy.model) != self._engine_steps
-        if trainer.global_step == self._global_step and not taken_or_skipped:
+        skipped = read_skipped_steps(trainer.strategy.model) != self._skipped
+        if trainer.global_step == self._global_step and not skipped:
             self._clock.batch_ends()
             return
         self._global_step = trainer.global_step

@@ -3,9 +3,9 @@
 Upstream symbols: ``clear_backward_seen_flag``, ``_epilogue_ran_this_backward``, ``zero_grad``, ``_pre_step``,
 ``finalize_gradient_accumulation_boundary``, ``grad_partitions_flat_buffer``, ``_rigid_state_dict`` and
 ``_rigid_load_state_dict`` of ``DeepSpeedZeroOptimizer_Stage3`` (0.19.7, 0.19.8). Upstream counts micro-steps by
-forwards of the engine, so of several backwards in one ``training_step`` the last one overwrites the others; the gradients of a
-window that isn't complete are missing from checkpoints; and a step right after ``zero_grad`` applies what was cleared.
-Expires when upstream does all three.
+forwards of the engine, so of several backwards in one ``training_step`` the last one overwrites the others; the
+gradients of a step that isn't complete are missing from checkpoints; and a step right after ``zero_grad`` applies what
+was cleared. Expires when upstream does all three.
 """
 
 from __future__ import annotations
