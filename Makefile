@@ -21,7 +21,8 @@ OLD_BIN := $(abspath $(OLD_VENV))/bin
 OLD_TESTS := tests/unit/test_capabilities.py tests/distributed/test_grad_clear.py tests/distributed/test_grad_census.py \
   tests/distributed/test_step_paths.py tests/distributed/test_master_alias.py tests/distributed/test_same_as_stock.py \
   tests/distributed/test_capabilities.py tests/distributed/test_edits.py tests/distributed/test_missing_gradients.py \
-  tests/distributed/test_checkpoint.py tests/distributed/test_moving.py tests/distributed/test_layouts.py
+  tests/distributed/test_checkpoint.py tests/distributed/test_moving.py tests/distributed/test_layouts.py tests/distributed/test_accumulation.py \
+  tests/distributed/test_manual_steps.py tests/distributed/test_resume.py tests/distributed/test_skipped_steps.py
 VERSIONS_ARGS ?=
 
 # DeepSpeed compiles small C++ ops on first use. One folder per environment keeps builds for different torch

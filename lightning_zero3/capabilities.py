@@ -142,6 +142,35 @@ REFUSE_UNFROZEN = UpstreamFix(
     expires="upstream trains such parameters or refuses them",
 )
 
+ACCUMULATE_BACKWARDS = UpstreamFix(
+    name="accumulate_backwards",
+    symbol="DeepSpeedZeroOptimizer_Stage3.clear_backward_seen_flag",
+    reason="counts micro-steps by forwards, so backwards within one training_step overwrite each other; and a step "
+    "after zero_grad applies what was cleared",
+    affected="0.19.8 and earlier",
+    mended=not_mended,
+    hooks=(
+        (("overlapping_partition_gradients_reduce_epilogue",), "independent_gradient_partition_epilogue"),
+        (("step",), "_pre_step"),
+    ),
+    expires="upstream counts backwards, and updates nothing without gradients",
+    uses=(
+        (lambda stage3: stage3.clear_backward_seen_flag, ("micro_step_id", "_epilogue_ran_this_backward")),
+        (lambda stage3: stage3.finalize_gradient_accumulation_boundary, ("_finalize_offload_gradient_accumulation",)),
+    ),
+)
+
+KEEP_PARTIAL_GRADIENTS = UpstreamFix(
+    name="keep_partial_gradients",
+    symbol="DeepSpeedZeroOptimizer_Stage3._rigid_state_dict",
+    reason="leaves out the gradients of a step that isn't complete yet",
+    affected="0.19.8 and earlier",
+    mended=not_mended,
+    hooks=((("state_dict",), "_rigid_state_dict"), (("load_state_dict",), "_rigid_load_state_dict")),
+    expires="upstream saves them",
+    uses=((lambda stage3: stage3._setup_for_real_optimizer, ("grad_partitions_flat_buffer",)),),
+)
+
 GRAD_NORMS = UpstreamFix(
     name="coalesce_grad_norms",
     symbol="DeepSpeedZeroOptimizer_Stage3._get_norm_groups",
@@ -230,6 +259,8 @@ UPSTREAM_FIXES = (
     KEEP_EDITS,
     MISSING_GRADIENTS,
     REFUSE_UNFROZEN,
+    ACCUMULATE_BACKWARDS,
+    KEEP_PARTIAL_GRADIENTS,
     GRAD_NORMS,
     BATCHED_STEP,
     PERSISTENT_GATHER,

@@ -7,8 +7,7 @@ import difflib
 import inspect
 import os
 import warnings
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +26,14 @@ from lightning_zero3.checkpoint import load_consolidated
 from lightning_zero3.config import ConfigConflictError, Zero3Options
 from lightning_zero3.moe import expert_parallel
 from lightning_zero3.optimizer.switches import Switches
+from lightning_zero3.stepping import SteppingStrategy
 from lightning_zero3.topology import Topology
 
 # torch 2.13 on the collectives that DeepSpeed 0.19.8 uses. Expires when DeepSpeed calls their new names.
 DEPRECATED_CALLS = r"`torch\.distributed\.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated"
 
 
-class Zero3FastStrategy(DeepSpeedStrategy):
+class Zero3FastStrategy(SteppingStrategy):
     """ZeRO Stage 3 with a faster, leaner optimizer step, and expert parallelism for Hugging Face MoE models.
 
     A drop-in for ``Trainer(strategy="deepspeed_stage_3")``: registered as ``"zero3_fast"``, and as
@@ -213,44 +213,6 @@ class Zero3FastStrategy(DeepSpeedStrategy):
         warnings.filterwarnings("ignore", message=DEPRECATED_CALLS, category=FutureWarning)
         if not theirs:
             process_exit.leave_process_group_at_exit()
-
-    @property
-    def handles_gradient_accumulation(self) -> bool:
-        """Whether the optimizer is called after every micro-batch, to decide by itself when to step.
-
-        Stock's is: the engine counts micro-batches across epochs, Lightning within one, and the two disagree where an
-        epoch's batches aren't divisible. Here Lightning decides, and :meth:`backward` tells the engine.
-        """
-        return self.options.stock_semantics
-
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Nothing: Stage 3 reduces every micro-batch's gradients, and the engine's ``no_sync`` refuses to work."""
-        yield
-
-    def backward(self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Any:
-        """As Lightning's, with one division of the loss by the number of micro-batches, and one count of them.
-
-        Upstream symbols: ``DeepSpeedEngine.backward``, which divides what Lightning has divided already, and
-        ``set_gradient_accumulation_boundary`` (0.19.7, 0.19.8). Expires when Lightning's strategy does this.
-
-        Args:
-            closure_loss: A micro-batch's loss, divided by their number by Lightning.
-            optimizer: As Lightning's.
-            *args: For the engine's backward.
-            **kwargs: For the engine's backward.
-        """
-        module = self.lightning_module
-        assert module is not None
-        if self.options.stock_semantics or not module.automatic_optimization:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-        engine: Any = self.model
-        accumulates = module.trainer.fit_loop._should_accumulate()
-        engine.set_gradient_accumulation_boundary(not accumulates)
-        loss = super().backward(closure_loss, optimizer, *args, **{"scale_wrt_gas": False, **kwargs})
-        if accumulates:
-            engine.step()  # counts and times the micro-step; it updates nothing
-        return loss
 
     def _setup_model_and_optimizer(
         self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None

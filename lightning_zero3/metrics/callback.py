@@ -12,7 +12,13 @@ from lightning_zero3.metrics import names
 from lightning_zero3.metrics.census import read_censuses, start_censuses
 from lightning_zero3.metrics.memory import read_memory
 from lightning_zero3.metrics.over_ranks import PackedOverRanks
-from lightning_zero3.metrics.step_time import StepClock, discard_forward_times, read_engine_timers, steps_taken
+from lightning_zero3.metrics.step_time import (
+    StepClock,
+    discard_forward_times,
+    read_engine_timers,
+    read_skipped_steps,
+    steps_taken,
+)
 from lightning_zero3.metrics.throughput import tokens_in
 
 # What the progress bar shows, by short names: it has little room. Milliseconds and GiB.
@@ -54,6 +60,7 @@ class Zero3Monitor(Callback):
         self._tokens: int | None = 0
         self._global_step = 0
         self._engine_steps: int | None = None
+        self._skipped: dict[str, float] = {}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Ask the strategy for step timers before it builds its engine."""
@@ -82,6 +89,7 @@ class Zero3Monitor(Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
         """The batch has arrived."""
         self._engine_steps = steps_taken(trainer.strategy.model)
+        self._skipped = read_skipped_steps(trainer.strategy.model)
         self._clock.batch_starts()
 
     def on_train_batch_end(
@@ -95,7 +103,9 @@ class Zero3Monitor(Callback):
         """Count tokens; after an optimizer step that is logged, measure and log."""
         tokens = self._tokens_per_batch(batch)
         self._tokens = None if tokens is None or self._tokens is None else self._tokens + tokens
-        if trainer.global_step == self._global_step:
+        # A skipped step doesn't count in global_step, and is over all the same.
+        skipped = read_skipped_steps(trainer.strategy.model) != self._skipped
+        if trainer.global_step == self._global_step and not skipped:
             self._clock.batch_ends()
             return
         self._global_step = trainer.global_step
@@ -108,7 +118,7 @@ class Zero3Monitor(Callback):
     def _log(self, trainer: pl.Trainer, pl_module: pl.LightningModule, times: dict[str, float]) -> None:
         device = trainer.strategy.root_device
         engine = trainer.strategy.model
-        values = {**times, **read_memory(device), **read_censuses(engine)}
+        values = {**times, **read_memory(device), **read_censuses(engine), **read_skipped_steps(engine)}
         # Where an epoch ends in the middle of accumulation, Lightning counts a step that the engine doesn't take; the
         # timers are then of a micro-step that updates nothing.
         if steps_taken(engine) != self._engine_steps:

@@ -17,6 +17,7 @@ GRAD_CLEAR_LIVE = "optim/grad_clear_live"
 GRAD_CLEAR_US_PER_VISIT = "optim/grad_clear_us_per_visit"
 
 COLLECTIVES_PER_STEP = "optim/collectives_per_step"
+SKIPPED_STEPS = "optim/skipped_steps"
 
 MEMORY_PREFIX = "memory/"
 PEAK_ALLOCATED = "memory/peak_allocated_gib"
@@ -157,6 +158,14 @@ METRICS: tuple[MetricEntry, ...] = (
         "Zero3Monitor(collective_census=True).",
         "maximum",
         "collectives per optimizer step",
+    ),
+    MetricEntry(
+        SKIPPED_STEPS,
+        "steps",
+        "Optimizer steps that were skipped for a gradient that is infinite or no number, since training began, over "
+        "resumes. They don't count in global_step.",
+        "maximum",
+        "skipped optimizer steps",
     ),
 )
 

@@ -42,6 +42,21 @@ def steps_taken(engine: Any) -> int | None:
     return steps if isinstance(steps, int) else None
 
 
+def read_skipped_steps(engine: Any) -> dict[str, float]:
+    """Optimizer steps that an engine has skipped.
+
+    Upstream: ``DeepSpeedEngine.skipped_steps``.
+
+    Args:
+        engine: A DeepSpeed engine, or any other module.
+
+    Returns:
+        Metric name → count; empty for any other module.
+    """
+    skipped = getattr(engine, "skipped_steps", None)
+    return {names.SKIPPED_STEPS: float(skipped)} if isinstance(skipped, int) else {}
+
+
 def discard_forward_times(engine: Any) -> None:
     """Forget forward passes that were no training, so that they don't count in the next training step's time.
 

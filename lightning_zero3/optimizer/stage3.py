@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
+from lightning_zero3.optimizer.accumulation import AccumulateGradients
 from lightning_zero3.optimizer.edits import KeepEdits
 from lightning_zero3.optimizer.fast_step import FastStep
 from lightning_zero3.optimizer.grad_census import CountGradClears
@@ -23,6 +24,7 @@ class FastStage3Optimizer(
     ScopedGradClear,
     CountGradClears,
     SkipInvalidNorm,
+    AccumulateGradients,
     FastStep,
     MissingGradients,
     KeepEdits,

@@ -27,6 +27,8 @@ class Switches:
     keep_edits: bool = True
     zero_missing_gradients: bool = True
     refuse_unfrozen: bool = True
+    accumulate_backwards: bool = True
+    keep_partial_gradients: bool = True
 
     @classmethod
     def from_options(cls, options: Zero3Options) -> Switches:
@@ -44,4 +46,6 @@ class Switches:
             keep_edits=not options.stock_semantics,
             zero_missing_gradients=not options.stock_semantics,
             refuse_unfrozen=not options.stock_semantics,
+            accumulate_backwards=not options.stock_semantics,
+            keep_partial_gradients=not options.stock_semantics,
         )

@@ -4,116 +4,74 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch.utils.data import DataLoader
 
 from lightning_zero3 import Zero3FastStrategy
+from tests.distributed.reference import BATCHES, QUIET, Watched, compared, run, weights
 from tests.distributed.stock import StockOnCPU
-from tests.fits import Pairs, Regression, optimizer_of
+from tests.fits import Pairs, optimizer_of
 
-QUIET = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
-BATCHES = 5
+SMALL = {"stage": 3, "sub_group_size": 100}
+OFFLOADED = {**SMALL, "offload_optimizer": {"device": "cpu"}}
 
 
-class Watched(Regression):
-    """Plain SGD with a scheduler per step, and a record of what Lightning's hooks see."""
-
-    def __init__(self, automatic: bool = True, accumulate: int = 1) -> None:
-        super().__init__()
-        self.automatic_optimization = automatic
-        self.accumulate = accumulate
-        self.rates: list[float] = []
-        self.steps: list[int] = []
-        self.before_step = 0
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        if not self.automatic_optimization:
-            self.manual_backward(loss / self.accumulate)
-            if (batch_idx + 1) % self.accumulate == 0 or self.trainer.is_last_batch:
-                optimizer = self.optimizers()
-                optimizer.step()
-                optimizer.zero_grad()
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-    def on_before_optimizer_step(self, *_: Any) -> None:
-        self.before_step += 1
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.steps.append(self.trainer.global_step)
+def against_plain(accumulate: int, clip: float | None, zero: dict[str, Any] = SMALL, schedule: Any = None) -> Any:
+    trainers = []
+    for strategy in (Zero3FastStrategy({"zero_optimization": zero}), "auto"):
+        callbacks = [GradientAccumulationScheduler(dict(schedule))] if schedule else []
+        options = {"accumulate_grad_batches": accumulate, "gradient_clip_val": clip, "callbacks": callbacks}
+        trainers.append(run(strategy, Watched(), epochs=3 if schedule else 2, **options))
+    return {**compared(*trainers), "type": type(optimizer_of(trainers[0])).__name__}
 
 
-def run(strategy: Any, accumulate: int, automatic: bool, clip: float | None, epochs: int = 2) -> Any:
-    world = torch.distributed.get_world_size()
-    plain = strategy == "auto"
-    trainer = pl.Trainer(
-        strategy=strategy,
-        devices=1 if plain else world,
-        max_epochs=epochs,
-        accumulate_grad_batches=accumulate if automatic else 1,
-        gradient_clip_val=clip,
-        use_distributed_sampler=False,
-        **QUIET,
-    )
-    module = Watched(automatic, accumulate)
-    data = Pairs(length=2 * world * BATCHES)
-    # Lightning's own sampler shuffles.
-    sampler = None if plain else DistributedSampler(data, shuffle=False)
-    trainer.fit(module, DataLoader(data, batch_size=2 * world if plain else 2, sampler=sampler))
-    return trainer
-
-
-def weights(trainer: Any) -> list[torch.Tensor]:
-    import deepspeed
-
-    parameters = trainer.lightning_module.parameters()
-    if hasattr(next(trainer.lightning_module.parameters()), "ds_id"):
-        return [deepspeed.utils.safe_get_full_fp32_param(p) for p in parameters]
-    return [p.detach() for p in parameters]
-
-
-def against_plain(accumulate: int, automatic: bool, clip: float | None) -> dict[str, Any]:
-    strategy = Zero3FastStrategy({"zero_optimization": {"stage": 3, "sub_group_size": 100}})
-    ours, plain = (run(s, accumulate, automatic, clip) for s in (strategy, "auto"))
-    worst = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(weights(ours), weights(plain), strict=True))
-    return {
-        "worst": worst,
-        "steps": [ours.lightning_module.steps, plain.lightning_module.steps],
-        "hooks": [ours.lightning_module.before_step, plain.lightning_module.before_step],
-        "engine": ours.strategy.model.global_steps,
-        "type": type(optimizer_of(ours)).__name__,
-    }
+def assert_equal(seen: dict[str, Any]) -> None:
+    assert seen["worst"] < 1e-6
+    for name in ("steps", "rates", "before_step"):
+        assert seen[name][0] == seen[name][1], name
+    assert seen["norms"][0] == pytest.approx(seen["norms"][1], rel=1e-6)
+    assert seen["engine"] == seen["steps"][0][-1]
 
 
 @pytest.mark.parametrize("clip", [None, 0.05], ids=["unclipped", "clipped"])
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_fit_equals_a_plain_trainers(ranks, world_size, accumulate, clip):
-    for seen in ranks(world_size).run(against_plain, accumulate, True, clip):
+    for seen in ranks(world_size).run(against_plain, accumulate, clip):
         assert seen["type"] == "FastStage3Optimizer"
-        assert seen["worst"] < 1e-6
-        assert seen["steps"][0] == seen["steps"][1]
-        assert seen["hooks"][0] == seen["hooks"][1]
-        assert seen["engine"] == seen["steps"][0][-1] == 2 * -(-BATCHES // accumulate)
+        assert_equal(seen)
+        assert seen["steps"][0][-1] == 2 * -(-BATCHES // accumulate)
+        assert clip is None or min(seen["norms"][0]) > clip
 
 
-@pytest.mark.parametrize("accumulate", [1, 2, 3])
+def test_an_offloaded_optimizers_fit_equals_a_plain_trainers(ranks):
+    for seen in ranks(2).run(against_plain, 2, 0.05, OFFLOADED):
+        assert_equal(seen)
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_manual_optimization_equals_a_plain_trainers(ranks, world_size, accumulate):
-    for seen in ranks(world_size).run(against_plain, accumulate, False, None):
-        assert seen["worst"] < 1e-6
-        assert seen["steps"][0] == seen["steps"][1]
+def test_a_schedule_of_accumulation_equals_a_plain_trainers(ranks, world_size):
+    """Lightning's callback refuses every DeepSpeed strategy; here the engine isn't asked for N."""
+    for seen in ranks(world_size).run(against_plain, 1, 0.05, SMALL, {0: 3, 1: 1, 2: 2}):
+        assert_equal(seen)
+        assert seen["steps"][0] == [0, 0, 1, 1, 2, 3, 4, 5, 6, 7, 7, 8, 8, 9, 10]
+
+
+def schedule_is_refused() -> list[str]:
+    seen = []
+    for strategy, accumulate in ((Zero3FastStrategy(stock_semantics=True), 1), (Zero3FastStrategy(), 2)):
+        schedule = GradientAccumulationScheduler({0: 2})
+        with pytest.raises((RuntimeError, ValueError)) as caught:
+            run(strategy, Watched(), callbacks=[schedule], accumulate_grad_batches=accumulate)
+        assert "on_train_start" not in vars(schedule)  # the callback is as it was
+        seen.append(str(caught.value))
+    return seen
+
+
+def test_stock_semantics_refuse_a_schedule_and_so_does_a_second_n(ranks):
+    stock, second = ranks(1).run(schedule_is_refused)[0]
+    assert "does not support `accumulate_grad_batches` changing" in stock
+    assert "Either remove `accumulate_grad_batches` from the Trainer" in second
 
 
 def stock_divides_twice() -> list[float]:

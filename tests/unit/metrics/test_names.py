@@ -30,9 +30,9 @@ def test_entries_are_found_by_name() -> None:
 
 @EACH
 def test_the_unit_is_the_names_ending(entry: MetricEntry) -> None:
-    # A count of parameters or collectives has no unit in its name.
+    # A count has no unit in its name.
     named = [unit for suffix, unit in SUFFIXES.items() if entry.name.endswith(suffix)]
-    assert named == ([] if entry.unit in ("parameters", "collectives") else [entry.unit])
+    assert named == ([] if entry.unit in ("parameters", "collectives", "steps") else [entry.unit])
 
 
 @EACH
@@ -41,7 +41,7 @@ def test_the_group_says_what_is_measured(entry: MetricEntry) -> None:
     group, slash, rest = entry.name.partition("/")
     assert slash
     assert rest
-    groups = {"GiB": "memory", "parameters": "optim", "collectives": "optim", "µs": "optim"}
+    groups = {"GiB": "memory", "parameters": "optim", "collectives": "optim", "µs": "optim", "steps": "optim"}
     assert group == groups.get(entry.unit, "step")
     assert entry.name.startswith(names.MEMORY_PREFIX) is (entry.unit == "GiB")
 

@@ -1,0 +1,41 @@
+"""Lightning's ``GradientAccumulationScheduler`` with this strategy.
+
+Upstream symbol: ``GradientAccumulationScheduler.on_train_start`` (Lightning 2.6.6), which refuses every
+``DeepSpeedStrategy``, because stock's engine counts micro-batches by a number from its config. Ours is told by
+Lightning's loop. Its other checks stay. Expires when the callback asks the strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import lightning.pytorch.strategies
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+from lightning_zero3.substitution import substituted
+
+
+class _OfNoStrategy:
+    """A class that no strategy is an instance of."""
+
+
+def allow_schedules(trainer: Any) -> list[tuple[GradientAccumulationScheduler, Callable[..., None]]]:
+    """What ``on_train_start`` of each schedule among a Trainer's callbacks is to be.
+
+    Args:
+        trainer: The Trainer.
+
+    Returns:
+        Pairs of a callback and its ``on_train_start`` for this fit.
+    """
+    schedules = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]
+    return [(schedule, partial(_start, schedule, schedule.on_train_start)) for schedule in schedules]
+
+
+def _start(schedule: GradientAccumulationScheduler, check: Callable[..., None], trainer: Any, pl_module: Any) -> None:
+    with substituted(lightning.pytorch.strategies, "DeepSpeedStrategy", _OfNoStrategy):
+        check(trainer, pl_module)
+    # A resume in the middle of an epoch calls no on_train_epoch_start, which sets this.
+    trainer.accumulate_grad_batches = schedule.get_accumulate_grad_batches(trainer.current_epoch)
