@@ -27,6 +27,7 @@ class Switches:
     keep_edits: bool = True
     zero_missing_gradients: bool = True
     refuse_unfrozen: bool = True
+    mark_leaf_modules: bool = True
 
     @classmethod
     def from_options(cls, options: Zero3Options) -> Switches:
@@ -44,4 +45,5 @@ class Switches:
             keep_edits=not options.stock_semantics,
             zero_missing_gradients=not options.stock_semantics,
             refuse_unfrozen=not options.stock_semantics,
+            mark_leaf_modules=not options.stock_semantics,
         )
