@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 import deepspeed
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
@@ -234,7 +235,6 @@ def test_without_marks_it_hangs_or_fails_after_a_warning_that_names_the_module()
         first, second = pool.run(without_marks)
     finally:
         pool.close()
-    print(first, '|', second)
     assert any(outcome.startswith(("hangs", "fails")) for outcome in (first, second)), (first, second)
     assert "mixture: a list of experts" in first
 
@@ -246,6 +246,7 @@ class Trained(Language):
         torch.manual_seed(1)
         super().__init__(HF_MODELS[kind](), lr=0.05)
         self.used: list[set[int]] = []
+        self.batches: list[Any] = []
         for module in self.modules():
             if type(module).__name__.endswith("Experts"):
                 module.register_forward_hook(self._record)
@@ -256,7 +257,9 @@ class Trained(Language):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         extra = {"decoder_input_ids": batch["input_ids"]} if "Switch" in type(self.some_odd_name).__name__ else {}
-        return self.some_odd_name(**batch, **extra, use_cache=False).loss
+        loss = self.some_odd_name(**batch, **extra, use_cache=False).loss
+        self.batches.append(batch)
+        return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=self.lr)
@@ -292,17 +295,16 @@ HF_MODELS = {
 
 
 def fit_against_plain(kind: str) -> tuple[float, list[set[int]]]:
-    steps, world = 3, torch.distributed.get_world_size()
-    data = Sentences(64, sequence_length=3)
+    world = torch.distributed.get_world_size()
     ours = Trained(kind)
-    fit(ours, data, "zero3_fast", steps=steps)
+    fit(ours, Sentences(64, sequence_length=3), "zero3_fast", steps=3)
     plain = Trained(kind)
     optimizer = plain.configure_optimizers()
-    for step in range(steps):
+    seen: list[Any] = [None] * world
+    torch.distributed.all_gather_object(seen, ours.batches)
+    for batches in zip(*seen, strict=True):
         optimizer.zero_grad()
-        for rank in range(world):
-            rows = [data[(2 * step + i) * world + rank] for i in range(2)]
-            batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+        for batch in batches:
             (plain.training_step(batch, 0) / world).backward()
         optimizer.step()
     worst = 0.0
@@ -316,5 +318,30 @@ def fit_against_plain(kind: str) -> tuple[float, list[set[int]]]:
 def test_transformers_models_whose_ranks_use_different_experts(ranks, kind):
     (first, used_by_first), (second, used_by_second) = ranks(2).run(fit_against_plain, kind)
     assert used_by_first != used_by_second
-    print(kind, first)
     assert max(first, second) < 1e-5
+
+
+class Evaluated(Language):
+    """Validated and not trained: gathering alone is enough to hang."""
+
+    def __init__(self) -> None:
+        super().__init__(Model())
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.losses.append(float(self.some_odd_name(batch)))
+
+
+def validated() -> list[list[float]]:
+    rank = torch.distributed.get_rank()
+    module = Evaluated()
+    trainer = pl.Trainer(
+        strategy="zero3_fast", accelerator="cpu", devices=2, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, use_distributed_sampler=False,
+    )  # fmt: skip
+    trainer.validate(module, [batch(rank, step) for step in range(4)], verbose=False)
+    return [module.losses, [float(Model()(batch(rank, step))) for step in range(4)]]
+
+
+def test_an_evaluation_outside_of_fit(ranks):
+    for ours, plain in ranks(2).run(validated):
+        assert ours == pytest.approx(plain)
