@@ -49,10 +49,9 @@ def measured(index: int) -> dict[str, str]:
         sent.add(given.dtype)
         return upstream(output, given, *args, **kwargs)
 
-    upstream = backend.reduce_scatter_fn if hasattr(backend, "reduce_scatter_fn") else backend.reduce_scatter_tensor
-    name = "reduce_scatter_fn" if hasattr(backend, "reduce_scatter_fn") else "reduce_scatter_tensor"
+    upstream = backend.reduce_scatter_function
     module = Watched()
-    with substituted(backend, name, spy):
+    with substituted(backend, "reduce_scatter_function", spy):
         trainer = fit(module, Pairs(), strategy_for(dict(row.config)), steps=2, precision=row.precision)
     language = Language(build_glm(tiny_glm()))
     fit(language, Sentences(64), strategy_for(dict(row.config)), steps=1, precision=row.precision)
