@@ -147,7 +147,7 @@ def check_precision(config: Mapping[str, Any], precision: str) -> None:
     if "bfloat16" in config:
         raise ConfigConflictError(
             "The DeepSpeed config has a section 'bfloat16', an old name for 'bf16' that DeepSpeed reads where there is "
-            f'no \'bf16\' and drops silently where there is one. Call it bf16 (the Trainer has precision="{precision}").'
+            f"no 'bf16' and drops silently where there is one. Call it bf16 (the Trainer has precision=\"{precision}\")."
         )
     if config.get("amp", {}).get("enabled", False):
         raise ConfigConflictError(
@@ -260,7 +260,8 @@ def keeping_what_is_fp32(
             if _is_kept(name, module, config, dtype):
                 owner._buffers[key] = buffer
             elif isinstance(owner, nn.modules.batchnorm._NormBase) or not torch.equal(
-                owner._buffers[key].to(buffer.dtype), buffer  # type: ignore[union-attr]
+                owner._buffers[key].to(buffer.dtype),
+                buffer,  # type: ignore[union-attr]
             ):
                 rounded.append(name)
         if rounded:

@@ -79,3 +79,72 @@ def test_each_cell_of_the_table(ranks, world_size, index):
     for found in ranks(world_size).run(measured, index):
         expected = {column: getattr(PRECISIONS[index], column) for column in found}
         assert found == expected
+
+
+def warned(module: Any, data: Any, config: dict[str, Any], precision: str, **options: Any) -> str:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(module, data, strategy_for(config, **options), steps=1, precision=precision)
+    said = [str(w.message) for w in caught]
+    return "\n".join(
+        text for text in said if "rounds buffers" in text or "stay in fp32" in text or "in 16 bits in" in text
+    )
+
+
+class Unbuilt(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.net
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "net"):
+            built = Watched()
+            self.net = built.net
+            self.inner = torch.nn.Module()
+            self.inner.register_buffer("made_there", torch.arange(3.0) / 3)
+
+
+class Adapted(Language):
+    def __init__(self) -> None:
+        from peft import LoraConfig, get_peft_model
+
+        model = build_glm(tiny_glm()).to(torch.bfloat16)
+        super().__init__(get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=2)))
+
+
+def what_is_said() -> dict[str, Any]:
+    glm = Language(build_glm(tiny_glm()))
+    before = {name: b.clone() for name, b in glm.named_buffers()}
+    kept = Watched()
+    third = kept.fraction.clone()
+    said = {
+        "own buffer": warned(Watched(), Pairs(), {}, "bf16-true"),
+        "own buffer, mixed": warned(Watched(), Pairs(), {}, "bf16-mixed"),
+        "own buffer, stock": warned(Watched(), Pairs(), {}, "bf16-true", stock_semantics=True),
+        "own buffer, kept": warned(kept, Pairs(), {"data_types": {"buffer_dtype": "fp32"}}, "bf16-true"),
+        "router": warned(glm, Sentences(64), {}, "bf16-true"),
+        "router, mixed": warned(Language(build_glm(tiny_glm())), Sentences(64), {}, "bf16-mixed"),
+        "router, fp32": warned(Language(build_glm(tiny_glm())), Sentences(64), {}, "32-true"),
+        "adapters": warned(Adapted(), Sentences(64), {}, "bf16-true"),
+        "partitioned": warned(Unbuilt(), Pairs(), {}, "bf16-mixed"),
+        "buffers have their bits": all(torch.equal(before[name], b) for name, b in glm.named_buffers()),
+        "kept has its bits": torch.equal(kept.fraction, third),
+    }
+    assert before
+    return said
+
+
+def test_what_is_rounded_is_named_and_what_can_be_kept_keeps_its_bits(ranks):
+    (said,) = ranks(1).run(what_is_said)
+    assert "rounds buffers to bf16" in said["own buffer"]
+    assert "fraction" in said["own buffer"]
+    assert (
+        said["own buffer, mixed"] == said["own buffer, stock"] == said["own buffer, kept"] == said["router, fp32"] == ""
+    )
+    assert said["kept has its bits"]
+    for case in ("router", "router, mixed"):
+        assert "some_odd_name.model.layers.1.mlp.gate.weight" in said[case]
+        assert "rounds buffers" not in said[case]
+    assert said["buffers have their bits"]
+    assert "lora_A" in said["adapters"]
+    assert "inner.made_there" in said["partitioned"]
