@@ -60,9 +60,9 @@ class Precision:
     measured: bool = True
 
 
-_BF16 = {"weights": "bf16", "computes": "bf16", "masters": "fp32", "states": "fp32"}
+_BF16: dict[str, Any] = {"weights": "bf16", "computes": "bf16", "masters": "fp32", "states": "fp32"}
 _BF16_MASTERS = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-_FP32 = {"weights": "fp32", "masters": "fp32", "states": "fp32", "gradients": "fp32"}
+_FP32: dict[str, Any] = {"weights": "fp32", "masters": "fp32", "states": "fp32", "gradients": "fp32"}
 
 PRECISIONS: tuple[Precision, ...] = (
     Precision('"32-true"', "32-true", **_FP32, computes="fp32", reductions="fp32"),
@@ -170,7 +170,7 @@ def check_precision(config: Mapping[str, Any], precision: str) -> None:
                 f'The DeepSpeed config enables {name}, the Trainer has precision="{precision}". Pass '
                 f'Trainer(precision="{example}") or leave {name} out of the config.'
             )
-    if wanted in config and not enabled[wanted]:
+    if wanted is not None and wanted in config and not enabled[wanted]:
         section = config[wanted]
         seen = f"{wanted}.enabled false" if "enabled" in section else f'a section {wanted} without "enabled": true'
         raise ConfigConflictError(
@@ -260,8 +260,7 @@ def keeping_what_is_fp32(
             if _is_kept(name, module, config, dtype):
                 owner._buffers[key] = buffer
             elif isinstance(owner, nn.modules.batchnorm._NormBase) or not torch.equal(
-                owner._buffers[key].to(buffer.dtype),
-                buffer,  # type: ignore[union-attr]
+                buffer.to(dtype).to(buffer), buffer
             ):
                 rounded.append(name)
         if rounded:

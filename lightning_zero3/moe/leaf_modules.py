@@ -9,7 +9,8 @@ Upstream symbols: the attribute ``_z3_leaf``, read through ``deepspeed.utils.z3_
 ``zero_optimization.leaf_module``; ``create_reduce_and_remove_grad_hooks``, which hangs the reduction on torch's
 ``register_full_backward_hook`` (0.19.7, 0.19.8). That hook fires too early, silently, or never, where a leaf is called
 by keyword, gets no input that requires a gradient, returns no tensors or is called twice: :func:`watch_leaf_calls`.
-Detected by tests against a plain computation. Expires when DeepSpeed finds such experts itself and waits for their gradients.
+Detected by tests against a plain computation. Expires when DeepSpeed finds such experts itself and waits for their
+gradients.
 """
 
 from __future__ import annotations
