@@ -146,8 +146,8 @@ def check_precision(config: Mapping[str, Any], precision: str) -> None:
     """
     if "bfloat16" in config:
         raise ConfigConflictError(
-            "The DeepSpeed config has a section 'bfloat16', an old name for 'bf16' that DeepSpeed reads where there is "
-            f"no 'bf16' and drops silently where there is one. Call it bf16 (the Trainer has precision=\"{precision}\")."
+            "The DeepSpeed config has a section 'bfloat16', an old name for 'bf16' that DeepSpeed reads where there's "
+            f"no 'bf16' and drops silently where there is one. Call it bf16; the Trainer has precision=\"{precision}\"."
         )
     if config.get("amp", {}).get("enabled", False):
         raise ConfigConflictError(
@@ -199,8 +199,8 @@ def _check_masters(config: Mapping[str, Any], precision: str, bf16: bool) -> Non
         )
     if states and not masters:
         raise ConfigConflictError(
-            "The DeepSpeed config sets bf16.bf16_optimizer_states without bf16.bf16_master_weights_and_grads: states in "
-            "bf16 need masters in bf16. Set both or neither."
+            "The DeepSpeed config sets bf16.bf16_optimizer_states without bf16.bf16_master_weights_and_grads: states "
+            "in bf16 need masters in bf16. Set both or neither."
         )
 
 
@@ -297,8 +297,8 @@ def warn_of_rounded_weights(module: nn.Module, config: Mapping[str, Any], dtype:
     if names:
         masters = "bf16" if config.get("bf16", {}).get("bf16_master_weights_and_grads") else "fp32"
         rank_zero_warn(
-            f"Asked to stay in fp32, but cast to {_short(dtype)}, because ZeRO Stage 3 in 16 bits has one dtype for all "
-            f"weights: {_listed(names)}. Their masters, which the optimizer updates, are {masters}; forward reads the "
+            f"Asked to stay in fp32, but cast to {_short(dtype)}, because ZeRO Stage 3 in 16 bits has one dtype for "
+            f"all weights: {_listed(names)}. Their masters, which the optimizer updates, are {masters}; forward reads the "
             'rounded copies. To keep them, use Trainer(precision="32-true") with {"torch_autocast": {"enabled": true, '
             '"dtype": "bfloat16"}} in the DeepSpeed config.'
         )
