@@ -299,8 +299,8 @@ def warn_of_rounded_weights(module: nn.Module, config: Mapping[str, Any], dtype:
         rank_zero_warn(
             f"Asked to stay in fp32, but cast to {_short(dtype)}, because ZeRO Stage 3 in 16 bits has one dtype for "
             f"all weights: {_listed(names)}. Their masters, which the optimizer updates, are {masters}; forward reads "
-            'the rounded copies. To keep them, use Trainer(precision="32-true") with {"torch_autocast": {"enabled": true, '
-            '"dtype": "bfloat16"}} in the DeepSpeed config.'
+            'the rounded copies. To keep them, use Trainer(precision="32-true") with {"torch_autocast": {"enabled": '
+            'true, "dtype": "bfloat16"}} in the DeepSpeed config.'
         )
 
 

@@ -7,7 +7,7 @@ are reduced when its backward ends, zeros for the experts that this rank hasn't 
 
 Upstream symbols: the attribute ``_z3_leaf``, read through ``deepspeed.utils.z3_leaf_module``; the section
 ``zero_optimization.leaf_module``; ``create_reduce_and_remove_grad_hooks``, which hangs the reduction on torch's
-``register_full_backward_hook`` (0.19.7, 0.19.8). That hook fires too early, silently, or never, where a leaf is called
+``register_full_backward_hook`` (0.19.7, 0.19.8). That hook fires too early, twice or never where a leaf is called
 by keyword, gets no input that requires a gradient, returns no tensors or is called twice: :func:`watch_leaf_calls`.
 Detected by tests against a plain computation. Expires when DeepSpeed finds such experts itself and waits for their
 gradients.
