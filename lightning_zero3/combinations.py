@@ -160,6 +160,30 @@ COMBINATIONS: tuple[Combination, ...] = (
         "with one warning",
         f"{_D}/test_capabilities.py::test_a_renamed_hook_leaves_stock_behaviour_and_one_warning",
     ),
+    Combination(
+        "experts in a ModuleList or ModuleDict, fused experts of Transformers; ranks that use different ones, 2 ranks",
+        "tested",
+        "one process's numbers",
+        f"{_D}/test_leaf_modules.py::test_ranks_that_use_different_experts_compute_what_one_process_does",
+    ),
+    Combination(
+        "a leaf module that is called twice in one forward, without a tensor argument, or returns a dict",
+        "refused",
+        "on all ranks, in the first step",
+        f"{_D}/test_leaf_modules.py::test_a_call_whose_gradients_cannot_be_waited_for_is_refused_on_all_ranks",
+    ),
+    Combination(
+        "each precision, bf16 masters, autocast: dtypes of weights, masters, states, gradients, buffers, reductions",
+        "tested",
+        "docs/precision.md",
+        f"{_D}/test_precision.py::test_each_cell_of_the_table",
+    ),
+    Combination(
+        "a precision plugin other than DeepSpeed's (MixedPrecision, HalfPrecision)",
+        "refused",
+        "its backward goes past the engine",
+        "tests/unit/test_precision.py::test_a_plugin_that_goes_past_the_engine_is_refused_before_any_process_group",
+    ),
     Combination("fp16", "untested", "DeepSpeed has no fp16 on a CPU"),
     Combination("CUDA", "untested", "no GPU has been at hand yet"),
     Combination(

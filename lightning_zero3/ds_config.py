@@ -11,6 +11,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from lightning_zero3.config import ConfigConflictError, Zero3Options
+from lightning_zero3.precision import check_precision
 
 Config = dict[str, Any]
 Path = tuple[str, ...]
@@ -137,7 +138,7 @@ def check_against_trainer(
             f"{trainer.gradient_clip_val}. Leave one of them out."
         )
     _check_batch_size(config, micro_batch_size, trainer.accumulate_grad_batches, world_size)
-    _check_precision(config, precision)
+    check_precision(config, precision)
 
 
 def settle_trainer_values(config: MutableMapping[str, Any]) -> None:
@@ -168,7 +169,7 @@ def expert_parallel_section(config: Mapping[str, Any]) -> Config | None:
 
 
 def _require_sections_are_dicts(config: Mapping[str, Any]) -> None:
-    for name in (_ZERO, _ACTIVATIONS, "aio", "fp16", "bf16", "expert_parallel", "torch_autocast"):
+    for name in (_ZERO, _ACTIVATIONS, "aio", "fp16", "bf16", "expert_parallel", "torch_autocast", "data_types", "amp"):
         if name in config:
             _require_dict(config[name], name)
     for path in _OFFLOAD_SECTIONS.values():
@@ -245,31 +246,6 @@ def _check_batch_size(config: Mapping[str, Any], loaders: int | None, accumulate
         raise ConfigConflictError(
             f"The DeepSpeed config sets train_batch_size to {total}, but train_micro_batch_size_per_gpu {micro} × "
             f"accumulate_grad_batches {accumulate} × {world_size} ranks is {expected}. Leave train_batch_size out."
-        )
-
-
-def _check_precision(config: Mapping[str, Any], precision: str) -> None:
-    stated = {name: config.get(name, {}).get("enabled", False) for name in ("fp16", "bf16", "torch_autocast")}
-    enabled = {name: value is True for name, value in stated.items()}
-    declared_off = [name for name in ("fp16", "bf16") if name in config and stated[name] is False]
-    wanted = {"16-mixed": "fp16", "16-true": "fp16", "bf16-mixed": "bf16", "bf16-true": "bf16"}.get(precision)
-    for name in ("fp16", "bf16"):
-        if enabled[name] and name != wanted:
-            example = "16-mixed" if name == "fp16" else "bf16-mixed"
-            raise ConfigConflictError(
-                f'The DeepSpeed config enables {name}, the Trainer has precision="{precision}". Pass '
-                f'Trainer(precision="{example}") or leave {name} out of the config.'
-            )
-    if wanted in declared_off:
-        raise ConfigConflictError(
-            f'Trainer(precision="{precision}") asks for {wanted}, but the DeepSpeed config has {wanted}.enabled false. '
-            f"Leave the section out."
-        )
-    if enabled["torch_autocast"] and wanted is not None:
-        raise ConfigConflictError(
-            f'The DeepSpeed config enables torch_autocast, which keeps weights in fp32; precision="{precision}" casts '
-            f'them to 16 bits, and DeepSpeed would then silently drop autocast. Pass Trainer(precision="32-true") with'
-            f" torch_autocast, or leave torch_autocast out."
         )
 
 

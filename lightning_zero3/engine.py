@@ -8,11 +8,13 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_zero3.capabilities import parts_to_leave_out
 from lightning_zero3.moe.expert_parallel import ExpertParallelTarget, NoMoELayerError, already_replaced, auto_ep_on
+from lightning_zero3.moe.leaf_modules import mark_leaf_modules, warn_of_unmarked, watch_leaf_calls
 from lightning_zero3.optimizer.switches import Switches
 from lightning_zero3.substitution import substituted
 
@@ -52,12 +54,14 @@ def build_training_engine(
 
     Raises:
         NoMoELayerError: A target was given and no layer of it was replaced.
+        LeafModuleError: Experts in a list can't be gathered as one, or the config names a leaf that isn't there.
     """
     import deepspeed
     from deepspeed.runtime.zero import stage3
 
     from lightning_zero3.optimizer.stage3 import FastStage3Optimizer
 
+    _see_to_experts_in_lists(module, config, switches)
     with ExitStack() as scope:
         if _something_rebinds_masters(config):
             switches = replace(switches, alias_master_weights=False)
@@ -84,9 +88,20 @@ def build_training_engine(
         )
     if target is not None and not already_replaced(module):
         raise NoMoELayerError(f"AutoEP replaced no layer of {target.path or type(module).__name__}.")
+    if switches.mark_leaf_modules:
+        watch_leaf_calls(module)
     if not print_timers:
         _silence_timer_lines(engine)
     return engine, built
+
+
+def _see_to_experts_in_lists(module: nn.Module, config: Mapping[str, Any], switches: Switches) -> None:
+    # One rank can't disagree with itself.
+    if torch.distributed.get_world_size() > 1:
+        if switches.mark_leaf_modules:
+            mark_leaf_modules(module, config)
+        else:
+            warn_of_unmarked(module)
 
 
 def _something_rebinds_masters(config: Mapping[str, Any]) -> bool:
@@ -117,6 +132,8 @@ def build_inference_engine(module: nn.Module, *, config: Mapping[str, Any], loca
     """
     import deepspeed
 
+    if torch.distributed.get_world_size() > 1:
+        mark_leaf_modules(module, config)
     engine, _, _, _ = deepspeed.initialize(
         args=argparse.Namespace(device_rank=local_rank),
         config=dict(config),

@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zero3 import cpu_ops, ds_config, process_exit
+from lightning_zero3 import cpu_ops, ds_config, precision, process_exit
 from lightning_zero3.checkpoint import load_consolidated
 from lightning_zero3.config import ConfigConflictError, Zero3Options
 from lightning_zero3.moe import expert_parallel
@@ -198,6 +198,13 @@ class Zero3FastStrategy(SteppingStrategy):
         # DeepSpeedStrategy's own method refuses anything but CUDA; its base class sets up the environment for any.
         super(DeepSpeedStrategy, self).setup_environment()
 
+    def setup(self, trainer: Any) -> None:
+        """As Lightning's, with buffers kept in fp32, or named, as docs/precision.md says."""
+        assert isinstance(self.config, dict)
+        stock = self.options.stock_semantics
+        with precision.keeping_what_is_fp32(self.precision_plugin, self.config, stock_semantics=stock):
+            super().setup(trainer)
+
     def setup_distributed(self) -> None:
         """Make the process group: NCCL for CUDA, gloo for CPU."""
         theirs = torch.distributed.is_initialized()
@@ -280,6 +287,7 @@ class Zero3FastStrategy(SteppingStrategy):
         assert isinstance(self.config, dict)
         if module is None or self._config_initialized:
             return
+        precision.require_deepspeed_precision(self.precision_plugin)
         ds_config.check_against_trainer(
             self.config,
             trainer=module.trainer,

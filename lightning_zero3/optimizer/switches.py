@@ -29,6 +29,7 @@ class Switches:
     refuse_unfrozen: bool = True
     accumulate_backwards: bool = True
     keep_partial_gradients: bool = True
+    mark_leaf_modules: bool = True
 
     @classmethod
     def from_options(cls, options: Zero3Options) -> Switches:
@@ -48,4 +49,5 @@ class Switches:
             refuse_unfrozen=not options.stock_semantics,
             accumulate_backwards=not options.stock_semantics,
             keep_partial_gradients=not options.stock_semantics,
+            mark_leaf_modules=not options.stock_semantics,
         )
