@@ -72,13 +72,11 @@ def length_is_exact(loader: Any) -> bool:
     Returns:
         False for iterable data sets, samplers of the user's own, and other libraries' loaders.
 
-    >>> length_is_exact(DataLoader([1, 2, 3], batch_size=2)), length_is_exact([1, 2])
-    (True, True)
+    >>> length_is_exact(DataLoader([1, 2, 3], batch_size=2))
+    True
     >>> length_is_exact(iter([1, 2]))
     False
     """
-    if isinstance(loader, list | tuple):
-        return True
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
     # Lightning's wrapper records indices for predict.

@@ -54,34 +54,57 @@ def grad_norms(module: torch.nn.Module, norm_type: float | int | str = 2) -> dic
         return grad_norm(module, norm_type)  # type: ignore[return-value]
     optimizer: Any = partitioned[0][1]._z3_optimizer  # type: ignore[union-attr]
     _refuse_other_layouts(optimizer)
-    # A reduction is collective, so all ranks have the same parameters here, in the same order.
-    reduced = [(name, p) for name, p in partitioned if p.ds_id in optimizer._reduced]  # type: ignore[attr-defined]
-    if not reduced:
+    if not optimizer._reduced:
         _warnings.warn(
             "grad_norms found no gradients. ZeRO Stage 3 hands them to the optimizer within its step: call it in "
             "on_after_backward or on_before_optimizer_step."
         )
         return {}
+    trained = [(name, p) for name, p in partitioned if optimizer.is_optimized(p)]
     partitions = optimizer._gradient_partitions()
-    mine = [partitions[p.ds_id][: optimizer.real_elements(p)] for _, p in reduced]  # type: ignore[attr-defined]
-    norms = _over_ranks(mine, norm_type, reduced[0][1].device) / _loss_scale(optimizer)
-    named = {f"grad_{norm_type}_norm/{name}": norm for (name, _), norm in zip(reduced, norms.float(), strict=True)}
-    return {**named, f"grad_{norm_type}_norm_total": torch.linalg.vector_norm(norms, norm_type).float()}
+    # Experts may get a gradient on one rank only, so every rank speaks of every parameter.
+    mine = [
+        partitions[p.ds_id][: optimizer.real_elements(p)] if p.ds_id in optimizer._reduced else None  # type: ignore[attr-defined]
+        for _, p in trained
+    ]
+    norms, present = _over_ranks(mine, norm_type, trained[0][1].device)
+    norms /= _loss_scale(optimizer)
+    named = {
+        f"grad_{norm_type}_norm/{name}": norm
+        for (name, _), norm, is_there in zip(trained, norms.float(), present.tolist(), strict=True)
+        if is_there
+    }
+    if named:
+        named[f"grad_{norm_type}_norm_total"] = torch.linalg.vector_norm(norms, norm_type).float()
+    return named
 
 
-def _over_ranks(mine: Sequence[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
-    """Norms over all ranks of tensors of which each rank has a part, maybe an empty one; fp64, by one all-reduce."""
-    norms = torch.zeros(len(mine), dtype=torch.float64, device=device)
-    filled = [k for k, part in enumerate(mine) if part.numel()]
+def _over_ranks(
+    mine: Sequence[torch.Tensor | None], norm_type: float, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Norms over all ranks of tensors of which each rank has a part, by one all-reduce.
+
+    Args:
+        mine: This rank's parts; an empty one where it has none of a gradient, None where it knows of no gradient.
+        norm_type: The order.
+        device: Where the vector of norms is.
+
+    Returns:
+        The norms, fp64, and where any rank has a gradient.
+    """
+    packed = torch.zeros(2, len(mine), dtype=torch.float64, device=device)
+    norms, present = packed.unbind()
+    filled = [k for k, part in enumerate(mine) if part is not None and part.numel()]
     if filled:
         found = torch._foreach_norm([mine[k] for k in filled], norm_type, dtype=torch.float64)
         norms[filled] = torch.stack(list(found)).to(device)
+    present[[k for k, part in enumerate(mine) if part is not None]] = 1
     if math.isinf(norm_type):
-        torch.distributed.all_reduce(norms, op=torch.distributed.ReduceOp.MAX)
-        return norms
-    powers = norms.pow_(norm_type)
-    torch.distributed.all_reduce(powers)
-    return powers.pow_(1 / norm_type)
+        torch.distributed.all_reduce(packed, op=torch.distributed.ReduceOp.MAX)
+        return norms, present > 0
+    norms.pow_(norm_type)
+    torch.distributed.all_reduce(packed)
+    return norms.pow_(1 / norm_type), present > 0
 
 
 def _loss_scale(optimizer: Any) -> float:

@@ -9,9 +9,9 @@ from lightning.pytorch.utilities import grad_norm
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_zero3 import Zero3FastStrategy, grad_norms
-from lightning_zero3.optimizer import layer_norms
 from tests.engines import build, micro_step, norm_of
-from tests.fits import Pairs, Regression, optimizer_of
+from tests.fits import Language, Pairs, Regression, Sentences, fit, optimizer_of
+from tests.models import build_glm, tiny_glm
 
 QUIET = {
     "accelerator": "cpu",
@@ -79,26 +79,13 @@ def against_plain(accumulate: int, offload: bool) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": 3, "sub_group_size": 100, "stage3_param_persistence_threshold": 20}
     if offload:
         zero["offload_optimizer"] = {"device": "cpu"}
-    calls, all_reduce = [], torch.distributed.all_reduce
-
-    def counted(*arguments: Any, **options: Any) -> Any:
-        calls.append(1)
-        return all_reduce(*arguments, **options)
-
-    layer_norms.torch.distributed.all_reduce = counted
-    try:
-        ours = fitted(Zero3FastStrategy({"zero_optimization": zero}), accumulate)
-        before = len(calls)
-        found = len(ours.lightning_module.seen)
-    finally:
-        layer_norms.torch.distributed.all_reduce = all_reduce
+    ours = fitted(Zero3FastStrategy({"zero_optimization": zero}), accumulate)
     plain = fitted("auto", accumulate)
     clear = [norms for hook, norms in ours.lightning_module.seen if hook == "on_before_zero_grad"]
     return {
         "ours": [(hook, norms) for hook, norms in ours.lightning_module.seen if hook != "on_before_zero_grad"],
         "plain": plain.lightning_module.seen,
         "after the step": clear,
-        "calls": before / (found - len(clear)),
         "type": type(optimizer_of(ours)).__name__,
     }
 
@@ -126,8 +113,17 @@ def other_cases() -> dict[str, Any]:
     taken = {}
     pre_step = engine.optimizer._pre_step
 
+    collectives = torch.distributed.all_reduce
+    calls: list[int] = []
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        return collectives(*arguments, **options)
+
     def noted(*arguments: Any) -> Any:
+        torch.distributed.all_reduce = counted
         taken.update(grad_norms(engine.module))
+        torch.distributed.all_reduce = collectives
         return pre_step(*arguments)
 
     engine.optimizer._pre_step = noted
@@ -143,12 +139,41 @@ def other_cases() -> dict[str, Any]:
             grad_norms(plain, norm_type)
         except ValueError as error:
             errors.append(str(error))
-    return {"ours": scaled, "engine's": reported, "plain": grad_norms(plain) == grad_norm(plain, 2), "errors": errors}
+    same = grad_norms(plain) == grad_norm(plain, 2)
+    return {"ours": scaled, "engine's": reported, "plain": same, "errors": errors, "collectives": len(calls)}
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_loss_scale_engines_norm_and_plain_modules(ranks, world_size):
     for seen in ranks(world_size).run(other_cases):
         assert seen["ours"] == pytest.approx(seen["engine's"], rel=1e-6)
+        assert seen["collectives"] == 1
         assert seen["plain"]
         assert len(seen["errors"]) == 3
+
+
+class Experts(Language):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.norms = {name: float(norm) for name, norm in grad_norms(self).items()}
+
+
+def experts(size: int | None) -> tuple[dict[str, float], float]:
+    config = tiny_glm(n_routed_experts=4)
+    module = Experts(build_glm(config, seed=5))
+    trainer = fit(module, Sentences(config.vocab_size), Zero3FastStrategy(expert_parallel_size=size), steps=1)
+    return module.norms, norm_of(trainer.strategy.model)
+
+
+def test_norms_with_experts_spread_over_ranks(ranks):
+    without = ranks(2).run(experts, None)
+    for size in (1, 2):
+        seen = ranks(2).run(experts, size)
+        assert seen[0] == seen[1]
+        for (ours, reported), (reference, _) in zip(seen, without, strict=True):
+            total = "grad_2.0_norm_total"
+            assert ours[total] == pytest.approx(reported, rel=1e-6)
+            assert ours[total] == pytest.approx(reference[total], rel=1e-5)
+            same_names = ours.keys() & reference.keys()
+            assert len(same_names) > 20
+            assert {k: ours[k] for k in same_names} == pytest.approx({k: reference[k] for k in same_names}, rel=1e-4)
+            assert sum(".experts.w" in name for name in ours) == 3
