@@ -10,11 +10,11 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, callbacks
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers, _MockOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.enums import GradClipAlgorithmType
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import LBFGS
@@ -47,7 +47,7 @@ _CALLBACKS = {
         "with strategy='ddp'."
     ),
     "LearningRateFinder": (
-        "(Tuner.lr_find too) puts a scheduler of its own on the optimizer, which DeepSpeed's isn't one for. Search with "
+        "(Tuner.lr_find too) puts a scheduler of its own on the optimizer, which DeepSpeed's can't take. Search with "
         "a smaller model under strategy='auto', or fit for some steps with a scheduler that raises the rate "
         "(torch.optim.lr_scheduler.LambdaLR, interval 'step') and look at the logged loss."
     ),
@@ -135,7 +135,7 @@ def _refuse_lost_clipping(trainer: Any) -> None:
     plugin.clip_gradients = clip_gradients
 
 
-def the_optimizer(module: LightningModule) -> tuple[Any, Any]:
+def the_optimizer(module: Any) -> tuple[Any, Any]:
     """The one optimizer and the scheduler, if any, that a module configures.
 
     Upstream symbol: ``DeepSpeedStrategy._init_optimizers`` (Lightning 2.6.6), whose errors name no remedy, or which
@@ -151,13 +151,13 @@ def the_optimizer(module: LightningModule) -> tuple[Any, Any]:
     if len(optimizers) > 1 or len(schedulers) > 1:
         raise UnsupportedFeatureError(
             f"configure_optimizers returned {len(optimizers)} optimizers and {len(schedulers)} schedulers: DeepSpeed "
-            "takes one optimizer and at most one scheduler. Make one optimizer with several parameter groups, each with "
+            "takes one, and at most one scheduler. Make one optimizer with several parameter groups, each with "
             "its own lr and hyper-parameters, and chain schedulers (torch.optim.lr_scheduler.ChainedScheduler). Models "
             "that are trained in turn, as in a GAN, need a fit each, or strategy='ddp'."
         )
     if isinstance(optimizers[0], _MockOptimizer):
         raise UnsupportedFeatureError(
-            "configure_optimizers returned no optimizer: without one DeepSpeed can't train. Return one, with lr=0 where "
+            "configure_optimizers returned no optimizer: DeepSpeed can't train without. Return one, with lr=0 where "
             "nothing is to be learned, or run trainer.validate instead of fit."
         )
     if isinstance(optimizers[0], LBFGS):
@@ -178,16 +178,19 @@ def _check_overridden(module: LightningModule) -> None:
     for hook, found in _uses_of_gradients(module):
         rank_zero_warn(
             f"{hook} uses {', '.join(sorted(found))}: under ZeRO Stage 3 p.grad is None there, so nothing is read, "
-            "changed or clipped. Norms: lightning_zero3.grad_norms(pl_module). Clipping: Trainer(gradient_clip_val=...). "
+            "changed or clipped. Norms: lightning_zero3.grad_norms(pl_module). Clipping: Trainer(gradient_clip_val). "
             "Single gradients: deepspeed.utils.safe_get_full_grad(parameter) and safe_set_full_grad(parameter, value)."
         )
 
 
 def _uses_of_gradients(module: LightningModule) -> Iterator[tuple[str, set[str]]]:
     """Hooks of the module and its callbacks whose code refers to gradients, as far as it can be read."""
-    own = [(module, LightningModule, hook, _READS_GRADIENTS) for hook in _GRADIENT_HOOKS]
+    own: list[tuple[Any, type[Any], str, set[str]]] = [
+        (module, LightningModule, hook, _READS_GRADIENTS) for hook in _GRADIENT_HOOKS
+    ]
     own.append((module, LightningModule, "training_step", _CLIPS))
-    for callback in module.trainer.callbacks:
+    trainer: Any = module.trainer
+    for callback in trainer.callbacks:
         if not type(callback).__module__.startswith(("lightning.", "pytorch_lightning.", "lightning_zero3.")):
             own += [(callback, callbacks.Callback, hook, _READS_GRADIENTS) for hook in _GRADIENT_HOOKS[:3]]
     for holder, parent, hook, names in own:

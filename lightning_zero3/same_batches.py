@@ -21,8 +21,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.constants import default_pg_timeout
 
 from lightning_zero3.loaders import length_is_exact, number_of_batches
 
@@ -86,7 +87,7 @@ def made_sure_of(loader: Any, module: Any, timeout: timedelta | None) -> Any:
             "different numbers of batches would wait for each other until the process group's time-out."
         )
         return loader
-    store = torch.distributed.PrefixStore(f"lightning_zero3/{prefix}/{answers[0][2]}", store)
+    store = PrefixStore(f"lightning_zero3/{prefix}/{answers[0][2]}", store)
     return WatchedLoader(loader, store, prefix=prefix, remedy=remedy, timeout=timeout or default_pg_timeout)
 
 
@@ -121,7 +122,7 @@ class WatchedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self._rounds += 1
-        store = torch.distributed.PrefixStore(str(self._rounds), self._store)
+        store = PrefixStore(str(self._rounds), self._store)
         iterator, count = iter(self._loader), 0
         while True:
             try:

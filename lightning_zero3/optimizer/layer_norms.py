@@ -52,7 +52,7 @@ def grad_norms(module: torch.nn.Module, norm_type: float | int | str = 2) -> dic
     partitioned = [(name, p) for name, p in module.named_parameters() if hasattr(p, "_z3_optimizer")]
     if not partitioned:
         return grad_norm(module, norm_type)  # type: ignore[return-value]
-    optimizer: Any = partitioned[0][1]._z3_optimizer  # type: ignore[union-attr]
+    optimizer: Any = partitioned[0][1]._z3_optimizer
     _refuse_other_layouts(optimizer)
     if not optimizer._reduced:
         _warnings.warn(
@@ -94,10 +94,10 @@ def _over_ranks(
     """
     packed = torch.zeros(2, len(mine), dtype=torch.float64, device=device)
     norms, present = packed.unbind()
-    filled = [k for k, part in enumerate(mine) if part is not None and part.numel()]
+    filled = {k: part for k, part in enumerate(mine) if part is not None and part.numel()}
     if filled:
-        found = torch._foreach_norm([mine[k] for k in filled], norm_type, dtype=torch.float64)
-        norms[filled] = torch.stack(list(found)).to(device)
+        found = torch._foreach_norm(list(filled.values()), norm_type, dtype=torch.float64)
+        norms[list(filled)] = torch.stack(list(found)).to(device)
     present[[k for k, part in enumerate(mine) if part is not None]] = 1
     if math.isinf(norm_type):
         torch.distributed.all_reduce(packed, op=torch.distributed.ReduceOp.MAX)

@@ -133,14 +133,11 @@ def other_cases() -> dict[str, Any]:
     engine.destroy()
     plain = torch.nn.Linear(3, 2)
     plain(torch.ones(1, 3)).sum().backward()
-    errors = []
     for norm_type in (0, -1, "nan"):
-        try:
+        with pytest.raises(ValueError, match="a positive number or 'inf'"):
             grad_norms(plain, norm_type)
-        except ValueError as error:
-            errors.append(str(error))
     same = grad_norms(plain) == grad_norm(plain, 2)
-    return {"ours": scaled, "engine's": reported, "plain": same, "errors": errors, "collectives": len(calls)}
+    return {"ours": scaled, "engine's": reported, "plain": same, "collectives": len(calls)}
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -149,7 +146,6 @@ def test_loss_scale_engines_norm_and_plain_modules(ranks, world_size):
         assert seen["ours"] == pytest.approx(seen["engine's"], rel=1e-6)
         assert seen["collectives"] == 1
         assert seen["plain"]
-        assert len(seen["errors"]) == 3
 
 
 class Experts(Language):

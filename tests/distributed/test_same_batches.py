@@ -1,4 +1,4 @@
-"""Loaders of every kind train as under a plain Trainer; unequal numbers of batches are an error on all ranks at once."""
+"""Loaders of every kind train as under a plain Trainer; unequal numbers of batches are an error on all ranks."""
 
 import itertools
 import time
@@ -236,7 +236,7 @@ def remedies() -> dict[str, Any]:
     limited.fit(module, stream, first(10 - 2 * rank))
     flagged = Module()
     flagged.allow_zero_length_dataloader_with_multiple_devices = True
-    with pytest.raises(UnsupportedFeatureError, match="Module.allow_zero_length"):
+    with pytest.raises(UnsupportedFeatureError, match=r"Module\.allow_zero_length"):
         ours().fit(flagged, stream)
     return {"steps": limited.global_step, "validated": module.validated}
 
