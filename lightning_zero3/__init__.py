@@ -13,6 +13,9 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_zero3.__about__ import __version__
 from lightning_zero3.config import ConfigConflictError, Zero3Options
 from lightning_zero3.metrics.callback import Zero3Monitor
+from lightning_zero3.optimizer.layer_norms import grad_norms
+from lightning_zero3.refusals import UnsupportedFeatureError
+from lightning_zero3.same_batches import UnequalBatchesError
 from lightning_zero3.strategy import Zero3FastStrategy
 
 if TYPE_CHECKING:
@@ -21,10 +24,13 @@ if TYPE_CHECKING:
 __all__ = [
     "ConfigConflictError",
     "FastStage3Optimizer",
+    "UnequalBatchesError",
+    "UnsupportedFeatureError",
     "Zero3FastStrategy",
     "Zero3Monitor",
     "Zero3Options",
     "__version__",
+    "grad_norms",
 ]
 
 Zero3FastStrategy.register_strategies(StrategyRegistry)

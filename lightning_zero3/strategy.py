@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zero3 import cpu_ops, ds_config, precision, process_exit
+from lightning_zero3 import cpu_ops, ds_config, loaders, precision, process_exit, refusals, same_batches
 from lightning_zero3.checkpoint import load_consolidated
 from lightning_zero3.config import ConfigConflictError, Zero3Options
 from lightning_zero3.moe import expert_parallel
@@ -191,8 +191,10 @@ class Zero3FastStrategy(SteppingStrategy):
             ValueError: The expert parallel size fits neither ranks nor experts, or there is no MoE layer.
             RuntimeError: The accelerator isn't supported, or isn't the one that DeepSpeed was imported for.
             NotImplementedError: Expert parallelism in an evaluation outside of fit, or in a second fit of a module.
+            UnsupportedFeatureError: A callback, a hook or a setting of the Trainer can't work with partitioned weights.
         """
         self._check_accelerator()
+        refusals.check(self.lightning_module, self.world_size, self.options.stock_semantics)
         self._check_config()
         self._check_expert_parallel()
         # DeepSpeedStrategy's own method refuses anything but CUDA; its base class sets up the environment for any.
@@ -243,6 +245,16 @@ class Zero3FastStrategy(SteppingStrategy):
             target=target,
             print_timers=not self._quiet_timers,
         )
+
+    def _init_optimizers(self) -> tuple[Optimizer, Any]:
+        return refusals.the_optimizer(self.lightning_module)
+
+    def _auto_select_batch_size(self) -> int:
+        return loaders.micro_batch_size(self.lightning_module)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Make sure that all ranks have the same number of batches."""
+        return same_batches.made_sure_of(dataloader, self.lightning_module, self._timeout)
 
     def _restore_zero_state(self, ckpt: Mapping[str, Any], strict: bool) -> None:
         if self.options.stock_semantics:
