@@ -68,6 +68,28 @@ INVALID_NORM = UpstreamFix(
 )
 
 
+def tells_its_scaler(stage3: type[Any]) -> bool:
+    """Whether a Stage-3 optimizer class lets its GradScaler know of every step that it skips."""
+    if not skips_invalid_norms(stage3):
+        return True  # it's the scaler that skips
+    names = ("_overflow_clean_up", "_loss_scale_update_and_overflow_cleanup")
+    found = [getattr(stage3, name) for name in names if hasattr(stage3, name)]
+    return any("torch_autocast_gradscaler" in referenced_names(method) for method in found)
+
+
+SCALER_BACKS_OFF = UpstreamFix(
+    name="lower_the_scale",
+    symbol="DeepSpeedZeroOptimizer_Stage3._overflow_clean_up",
+    reason="skips a step before torch's GradScaler hears of it, so under fp16 autocast the scale never falls",
+    affected="0.19.8",
+    mended=tells_its_scaler,
+    hooks=(
+        (("_loss_scale_update_and_overflow_cleanup", "_overflow_check_and_loss_scale_update"), "_overflow_clean_up"),
+    ),
+    expires="upstream tells its GradScaler of the steps that it skips",
+)
+
+
 def not_mended(stage3: type[Any]) -> bool:  # noqa: ARG001
     """No release has it yet, so there is nothing to tell it by; having it twice would do no harm."""
     return False
@@ -255,6 +277,7 @@ UPSTREAM_FIXES = (
     GRAD_CLEAR,
     MASTER_ALIAS,
     INVALID_NORM,
+    SCALER_BACKS_OFF,
     MOVE_EXACTLY,
     KEEP_EDITS,
     MISSING_GRADIENTS,

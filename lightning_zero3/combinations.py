@@ -196,7 +196,7 @@ COMBINATIONS: tuple[Combination, ...] = (
     Combination(
         "torch autocast to fp16",
         "tested",
-        "the GradScaler's path is upstream's own; upstream doesn't lower its scale after an overflow",
+        "the GradScaler's path is upstream's own, and its scale falls after an overflow",
         f"{_D}/test_layouts.py::test_the_gradient_scaler_of_autocast_to_fp16",
     ),
     Combination(

@@ -32,6 +32,7 @@ def build_training_engine(
     switches: Switches,
     target: ExpertParallelTarget | None,
     print_timers: bool = True,
+    leaf_modules: bool = True,
 ) -> tuple[DeepSpeedEngine, Any]:
     """Run ``deepspeed.initialize`` so that it builds our optimizer and, if asked, AutoEP's layers.
 
@@ -48,6 +49,7 @@ def build_training_engine(
         switches: The optimizer's switches.
         target: The model for AutoEP, or None.
         print_timers: Whether DeepSpeed prints its step timers, where the config has them on.
+        leaf_modules: Whether experts in lists are made leaf modules.
 
     Returns:
         The engine and the optimizer that it built.
@@ -61,7 +63,7 @@ def build_training_engine(
 
     from lightning_zero3.optimizer.stage3 import FastStage3Optimizer
 
-    _see_to_experts_in_lists(module, config, switches)
+    _see_to_experts_in_lists(module, config, leaf_modules)
     with ExitStack() as scope:
         if _something_rebinds_masters(config):
             switches = replace(switches, alias_master_weights=False)
@@ -88,17 +90,17 @@ def build_training_engine(
         )
     if target is not None and not already_replaced(module):
         raise NoMoELayerError(f"AutoEP replaced no layer of {target.path or type(module).__name__}.")
-    if switches.mark_leaf_modules:
+    if leaf_modules:
         watch_leaf_calls(module)
     if not print_timers:
         _silence_timer_lines(engine)
     return engine, built
 
 
-def _see_to_experts_in_lists(module: nn.Module, config: Mapping[str, Any], switches: Switches) -> None:
+def _see_to_experts_in_lists(module: nn.Module, config: Mapping[str, Any], leaf_modules: bool) -> None:
     # One rank can't disagree with itself.
     if torch.distributed.get_world_size() > 1:
-        if switches.mark_leaf_modules:
+        if leaf_modules:
             mark_leaf_modules(module, config)
         else:
             warn_of_unmarked(module)

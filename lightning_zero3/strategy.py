@@ -244,6 +244,7 @@ class Zero3FastStrategy(SteppingStrategy):
             switches=Switches.from_options(self.options),
             target=target,
             print_timers=not self._quiet_timers,
+            leaf_modules=not self.options.stock_semantics,
         )
 
     def _init_optimizers(self) -> tuple[Optimizer, Any]:

@@ -23,13 +23,13 @@ class Switches:
     skip_redundant_release: bool = True
     step_bytes_budget: int | None = None
     skip_invalid_norm: bool = True
+    lower_the_scale: bool = True
     move_exactly: bool = True
     keep_edits: bool = True
     zero_missing_gradients: bool = True
     refuse_unfrozen: bool = True
     accumulate_backwards: bool = True
     keep_partial_gradients: bool = True
-    mark_leaf_modules: bool = True
 
     @classmethod
     def from_options(cls, options: Zero3Options) -> Switches:
@@ -43,11 +43,11 @@ class Switches:
             skip_redundant_release=options.skip_redundant_release,
             step_bytes_budget=options.step_bytes_budget,
             skip_invalid_norm=not options.stock_semantics,
+            lower_the_scale=not options.stock_semantics,
             move_exactly=not options.stock_semantics,
             keep_edits=not options.stock_semantics,
             zero_missing_gradients=not options.stock_semantics,
             refuse_unfrozen=not options.stock_semantics,
             accumulate_backwards=not options.stock_semantics,
             keep_partial_gradients=not options.stock_semantics,
-            mark_leaf_modules=not options.stock_semantics,
         )
