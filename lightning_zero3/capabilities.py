@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from lightning_zero3.probing import UpstreamFix, UpstreamLimit, referenced_names, unwrapped
@@ -311,19 +312,39 @@ def parts_to_leave_out(stage3: type[Any]) -> dict[str, str | None]:
 
 
 def output_recorders_break() -> bool:
-    """Whether DeepSpeed's AutoEP can't talk to Transformers' registry of output recorders.
+    """Whether DeepSpeed's AutoEP can't move a Transformers output recorder to the layer that it puts in.
 
-    DeepSpeed uses it as a dict of strings, with a default; from Transformers 5.23 on it is keyed by the model.
+    It is tried on a model of three modules. DeepSpeed 0.19.8 uses the registry of recorders as a dict of strings, with
+    a default; from Transformers 5.23 on it is keyed by the model.
     """
     try:
         from transformers.utils import output_capturing
-
-        output_capturing._CAN_RECORD_REGISTRY.get("a name that nothing has", None)
     except ImportError:
-        return False
-    except (TypeError, AttributeError):
+        return False  # a Transformers that records in another way
+    from deepspeed.module_inject import auto_ep
+    from deepspeed.module_inject.auto_ep_presets.registry import get_preset, get_preset_adapter
+    from torch import nn
+
+    # The adapter goes by the class's name, or by the config's model type.
+    model: Any = type("MixtralStandIn", (nn.Module,), {"_can_record_outputs": {"router_logits": None}})()
+    model.mlp = nn.Module()
+    model.mlp.router = nn.Module()
+    model.mlp.router.gate = nn.Linear(1, 1)
+    registry = getattr(output_capturing, "_CAN_RECORD_REGISTRY", None)
+    try:
+        get_preset_adapter(get_preset("mixtral").preset_adapter).retarget_transformers_output_recorders(
+            model,
+            SimpleNamespace(model_family="mixtral"),
+            model.mlp,
+            set(),
+            auto_ep._remove_transformers_output_capture_hooks,
+        )
+    except (TypeError, AttributeError, KeyError):
         return True
-    return False
+    finally:
+        if isinstance(registry, dict):
+            registry.pop(str(type(model)), None)
+    return not model.mlp.router.gate._forward_hooks
 
 
 def needs_output_recorders(preset: str) -> bool:
@@ -362,7 +383,8 @@ OUTPUT_RECORDERS = UpstreamLimit(
     reason="is keyed by the model, while DeepSpeed's AutoEP adapters use it as a dict of strings",
     affected="Transformers 5.23 and later with DeepSpeed 0.19.8 and earlier",
     present=output_recorders_break,
-    consequence="presets that move recorders (mixtral, qwen3_moe, qwen3_5_moe, minimax_m3) are refused",
+    consequence="for presets that move recorders (mixtral, qwen3_moe, qwen3_5_moe, minimax_m3) the registry takes both "
+    "keys while the engine is built",
     expires="DeepSpeed passes the model",
 )
 PARTITIONED_INITIALISATION = UpstreamLimit(

@@ -89,10 +89,10 @@ COMBINATIONS: tuple[Combination, ...] = (
         f"{_D}/test_expert_parallel.py::test_losses_equal_the_run_without_expert_parallelism",
     ),
     Combination(
-        "expert parallelism for Mixtral, Qwen3-MoE, Qwen3.5-MoE, MiniMax-M3",
-        "refused",
-        "where Transformers and DeepSpeed don't fit (5.23 and later with 0.19.8)",
-        "tests/unit/moe/test_expert_parallel.py::test_a_preset_whose_recorders_break_is_refused",
+        "expert parallelism for GLM-4.5, Mixtral, Qwen3-MoE, Qwen3.5-MoE, MiniMax-M3, with the auxiliary loss",
+        "tested",
+        "logits, losses and every gradient as Transformers' own, within 1e-5",
+        f"{_D}/test_same_mathematics.py::test_one_rank_with_autoep_layers",
     ),
     Combination(
         "`zero.Init` (a model built in configure_model), with and without expert parallelism",

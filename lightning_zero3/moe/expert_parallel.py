@@ -15,8 +15,9 @@ from typing import Any
 
 from torch import nn
 
-from lightning_zero3.capabilities import OUTPUT_RECORDERS, needs_output_recorders, output_recorders_break
+from lightning_zero3.capabilities import OUTPUT_RECORDERS
 from lightning_zero3.config import SetupError
+from lightning_zero3.moe.output_recorders import as_transformers_records, movable_recorders, recorders_can_be_moved
 from lightning_zero3.moe.presets import UnsupportedModelError, resolve_preset
 from lightning_zero3.substitution import substituted
 from lightning_zero3.topology import Topology
@@ -116,7 +117,7 @@ def check_layers(target: ExpertParallelTarget, section: Mapping[str, Any], topol
             f"{', '.join(name for name, _ in target.module.named_children()) or 'none'}. Is the model's configuration "
             f"dense, or does another expert_parallel_preset fit it?"
         ) from error
-    if needs_output_recorders(target.preset) and output_recorders_break():
+    if not recorders_can_be_moved(target.preset):
         raise UnsupportedModelError(
             f"AutoEP's preset {target.preset!r}, for {where}, doesn't work with this pair of DeepSpeed and "
             f"Transformers: {OUTPUT_RECORDERS.symbol} {OUTPUT_RECORDERS.reason}. Install transformers<5.23, or leave "
@@ -196,7 +197,11 @@ def auto_ep_on(target: ExpertParallelTarget) -> Iterator[None]:
         def __init__(self, _root: nn.Module, config: Any) -> None:
             super().__init__(target.module, config)
 
-    with substituted(auto_ep, "AutoEP", NestedAutoEP):
+        def ep_parser(self) -> list[Any]:
+            """The layers to replace, recorded as Transformers records its own."""
+            return as_transformers_records(super().ep_parser(), target.module)
+
+    with substituted(auto_ep, "AutoEP", NestedAutoEP), movable_recorders(target.preset):
         yield
 
 

@@ -18,11 +18,8 @@ from transformers import (
     LlamaForCausalLM,
     MiniMaxM2Config,
     MiniMaxM2ForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
 )
 
-from lightning_zero3.capabilities import needs_output_recorders, output_recorders_break
 from lightning_zero3.moe.expert_parallel import (
     ExpertParallelTarget,
     NoMoELayerError,
@@ -354,19 +351,3 @@ def test_layers_that_are_in_place_already_are_seen_at_any_depth() -> None:
         parser.replace_moe_layers(parser.ep_parser(), ep_size=1, ep_rank=0)
     assert already_replaced(root)
     assert already_replaced(model)
-
-
-@pytest.mark.skipif(not output_recorders_break(), reason="the installed DeepSpeed and Transformers fit")
-def test_a_preset_whose_recorders_break_is_refused() -> None:
-    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4}
-    model = MixtralForCausalLM(MixtralConfig(**small, **heads))
-    target = find_target(Holder(net=model))
-    assert target.preset == "mixtral"
-    with pytest.raises(UnsupportedModelError, match=r"preset 'mixtral', for net .*transformers<5\.23"):
-        check_layers(target, {"enabled": True, "autoep_size": 1}, Topology(world_size=1))
-
-
-@pytest.mark.parametrize(("preset", "moves"), [("deepseek_v3", False), ("mixtral", True), ("qwen3_moe", True)])
-def test_which_presets_move_recorders(preset: str, moves: bool) -> None:
-    assert needs_output_recorders(preset) is moves

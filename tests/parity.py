@@ -1,0 +1,119 @@
+"""A model trained through a Trainer beside plain Transformers: what both compute from the same batches."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from deepspeed.utils import safe_get_full_grad
+from torch import distributed, nn
+
+from lightning_zero3 import Zero3FastStrategy
+from lightning_zero3.topology import Topology
+from tests.fits import Language, Sentences, fit
+from tests.models import build, tiny
+
+# AutoEP's names → Transformers'.
+_RENAMED = (
+    (r"\.router\.gate\.", ".gate."),
+    (r"\.shared_experts_gate\.", ".shared_expert_gate."),
+    (r"\.mlp\.shared_experts\.", ".mlp.shared_expert."),
+)
+
+
+class Observed(Language):
+    """Takes the batch of its data-parallel rank, and keeps what the model made of it and every gradient."""
+
+    def __init__(self, model: nn.Module, batch: torch.Tensor, **arguments: Any) -> None:
+        super().__init__(nn.ModuleDict({"at": nn.ModuleDict({"depth": model})}), lr=0.0)
+        self.batch, self.arguments = batch, arguments
+        self.seen: dict[str, torch.Tensor] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        out = self.some_odd_name["at"]["depth"](input_ids=self.batch, labels=self.batch, **self.arguments)
+        self.seen = {
+            name: out[name].detach().float() for name in ("loss", "aux_loss", "logits") if out.get(name) is not None
+        }
+        return out.loss
+
+    def on_after_backward(self) -> None:
+        prefix = "some_odd_name.at.depth."
+        for name, parameter in self.named_parameters():
+            gradient = safe_get_full_grad(parameter)
+            if gradient is not None:
+                self.seen[f"d {name.removeprefix(prefix)}"] = gradient.detach().float().clone()
+
+
+def batch_of(data_parallel_rank: int) -> torch.Tensor:
+    """Token ids of one data-parallel rank."""
+    return torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(100 + data_parallel_rank))
+
+
+def plain(family: str, lanes: int, **arguments: Any) -> list[dict[str, torch.Tensor]]:
+    """What plain Transformers computes in one process: per data-parallel rank, gradients being means over all."""
+    model = build(tiny(family))
+    results = []
+    for lane in range(lanes):
+        batch = batch_of(lane)
+        out = model(input_ids=batch, labels=batch, **arguments)
+        (out.loss / lanes).backward()
+        kept = ("loss", "aux_loss", "logits")
+        results.append({name: out[name].detach() for name in kept if out.get(name) is not None})
+    gradients = {f"d {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return [{**result, **gradients} for result in results]
+
+
+def as_transformers_names(seen: dict[str, torch.Tensor], layout: Topology) -> dict[str, torch.Tensor]:
+    """Gradients of AutoEP's layers under Transformers' names and in its shapes, experts of all ranks together."""
+    named: dict[str, torch.Tensor] = {}
+    for name, value in seen.items():
+        renamed = name
+        for pattern, replacement in _RENAMED:
+            renamed = re.sub(pattern, replacement, renamed)
+        if match := re.search(r"experts\.(w[123])$", name):
+            shards: list[Any] = [None] * layout.world_size
+            distributed.all_gather_object(shards, value)
+            peers = layout.expert_parallel_ranks(distributed.get_rank())
+            renamed, value = f"{name[: -len(match[1])]}{match[1]}", torch.cat([shards[peer] for peer in peers])
+        named[renamed] = value
+    for name in [name for name in named if name.endswith("experts.w1")]:
+        stem = name[: -len("w1")]
+        named[f"{stem}gate_up_proj"] = torch.cat([named.pop(name), named.pop(f"{stem}w3")], dim=1)
+        named[f"{stem}down_proj"] = named.pop(f"{stem}w2")
+    return named
+
+
+def relative_errors(
+    family: str,
+    options: dict[str, Any],
+    arguments: dict[str, Any],
+    change: Callable[[nn.Module], None] | None = None,
+) -> dict[str, float]:
+    """Train one step with the given options of the strategy, and compare everything with plain Transformers.
+
+    Args:
+        family: One of ``tests.models.FAMILIES``.
+        options: Of ``Zero3FastStrategy``.
+        arguments: For the model's forward.
+        change: Breaks the wiring, for tests that must see it.
+
+    Returns:
+        Name of each tensor → the norm of the difference relative to the norm of Transformers'.
+    """
+    world = distributed.get_world_size()
+    layout = Topology(world, options.get("expert_parallel_size") or 1)
+    lane = distributed.get_rank()
+    model = build(tiny(family))
+    module = Observed(model, batch_of(lane), **arguments)
+    if change is not None:
+        module.on_fit_start = lambda: change(module)  # type: ignore[method-assign]
+    fit(module, Sentences(64), Zero3FastStrategy(**options), steps=1)
+    ours = as_transformers_names(module.seen, layout)
+    theirs = plain(family, world, **arguments)[lane]
+    if "shared_expert." not in " ".join(theirs):
+        ours = {name.replace(".mlp.shared_expert.", ".mlp.shared_experts."): value for name, value in ours.items()}
+    unused = {name for name in ours if name not in theirs and not ours[name].any()}
+    assert set(ours) - unused == set(theirs), sorted(set(ours) ^ set(theirs))
+    return {name: float((ours[name] - value).norm() / value.norm()) for name, value in theirs.items()}
