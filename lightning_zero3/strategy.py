@@ -26,6 +26,8 @@ from lightning_zero3 import cpu_ops, ds_config, process_exit
 from lightning_zero3.checkpoint import load_consolidated
 from lightning_zero3.config import ConfigConflictError, Zero3Options
 from lightning_zero3.moe import expert_parallel
+from lightning_zero3.moe.build import refuse_meta_tensors
+from lightning_zero3.moe.sharded_build import sharded_build
 from lightning_zero3.optimizer.switches import Switches
 from lightning_zero3.topology import Topology
 
@@ -194,6 +196,8 @@ class Zero3FastStrategy(DeepSpeedStrategy):
         """
         self._check_accelerator()
         self._check_config()
+        if self.lightning_module is not None:
+            refuse_meta_tensors(self.lightning_module)
         self._check_expert_parallel()
         # DeepSpeedStrategy's own method refuses anything but CUDA; its base class sets up the environment for any.
         super(DeepSpeedStrategy, self).setup_environment()
@@ -213,6 +217,18 @@ class Zero3FastStrategy(DeepSpeedStrategy):
         warnings.filterwarnings("ignore", message=DEPRECATED_CALLS, category=FutureWarning)
         if not theirs:
             process_exit.leave_process_group_at_exit()
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """What ``configure_model`` runs in: each module is partitioned as it is built, with a whole model's values."""
+        if self.options.stock_semantics:
+            with super().model_sharded_context():
+                yield
+            return
+        self._init_config_if_needed()
+        assert isinstance(self.config, dict)
+        with sharded_build(self.config, self.remote_device):
+            yield
 
     @property
     def handles_gradient_accumulation(self) -> bool:
@@ -258,6 +274,7 @@ class Zero3FastStrategy(DeepSpeedStrategy):
         from lightning_zero3.engine import build_training_engine
 
         assert isinstance(self.config, dict)
+        refuse_meta_tensors(model)
         target, config = None, self.config
         section = ds_config.expert_parallel_section(config)
         if section is not None:
