@@ -56,24 +56,29 @@ def sharded_build(config: Mapping[str, Any], remote_device: str | None = None) -
     class PartitionedBuild(zero.Init):  # type: ignore[misc]
         """``zero.Init`` that leaves all tensors but parameters as they are made."""
 
-        def __init__(self) -> None:
-            self.cast: list[nn.Parameter] = []
-            overrides = [zero.DeepSpeedTensorOverride.device]
-            super().__init__(config_dict_or_path=config, remote_device=remote_device, tensor_overrides=overrides)
-
         def _zero_init_param(self, parameter: nn.Parameter) -> None:
             if parameter.is_floating_point() and parameter.dtype != self.dtype:
                 setattr(parameter, _BUILT_AS, parameter.dtype)
                 parameter.data = parameter.data.to(self.dtype)
-                self.cast.append(parameter)
             super()._zero_init_param(parameter)
 
     from_config = PreTrainedModel._from_config.__func__
+    from_pretrained = PreTrainedModel.from_pretrained.__func__
 
     def from_config_here(cls: type, *arguments: Any, **options: Any) -> Any:
         # Transformers would open a zero.Init of its own, and draw weights in another order.
         with substituted(modeling_utils, "_is_ds_init_called", True):
             return from_config(cls, *arguments, **options)
+
+    def from_pretrained_here(cls: type, *arguments: Any, **options: Any) -> Any:
+        if not is_accelerate_available():
+            raise PretrainedModelError(
+                f"{cls.__name__}.from_pretrained in configure_model needs the package accelerate, by which Transformers "
+                'loads into partitions. Install it: pip install "lightning_zero3[pretrained]".'
+            )
+        loaded = from_pretrained(cls, *arguments, **options)
+        _round_to_built((loaded[0] if isinstance(loaded, tuple) else loaded).parameters())
+        return loaded
 
     with ExitStack() as scope:
         if is_accelerate_available():
@@ -82,16 +87,17 @@ def sharded_build(config: Mapping[str, Any], remote_device: str | None = None) -
             without_tp = {name: value for name, value in config.items() if name != "tensor_parallel"}
             alive = HfDeepSpeedConfig(without_tp)
             scope.callback(lambda _: None, alive)
-        else:
-            scope.enter_context(substituted(PreTrainedModel, "from_pretrained", classmethod(_without_accelerate)))
         scope.enter_context(substituted(PreTrainedModel, "init_weights", _init_weights_of_partitions(PreTrainedModel)))
         scope.enter_context(substituted(PreTrainedModel, "_from_config", classmethod(from_config_here)))
+        scope.enter_context(substituted(PreTrainedModel, "from_pretrained", classmethod(from_pretrained_here)))
         functions = initialization.TORCH_INIT_FUNCTIONS
         scope.callback(functions.update, dict(functions))
         functions.update({name: _drawn_as_built(name, function) for name, function in functions.items()})
-        build = scope.enter_context(_entered(PartitionedBuild()))
+        overrides = [zero.DeepSpeedTensorOverride.device]
+        scope.enter_context(
+            PartitionedBuild(config_dict_or_path=config, remote_device=remote_device, tensor_overrides=overrides)
+        )
         yield
-        _round_to_built(build.cast)
 
 
 def initialize_partitions(model: Any) -> None:
@@ -163,13 +169,6 @@ def _init_weights_of_partitions(pretrained_model: Any) -> Callable[[Any], None]:
     return init_weights
 
 
-@contextmanager
-def _entered(build: Any) -> Iterator[Any]:
-    """``zero.Init`` returns nothing when entered."""
-    with build:
-        yield build
-
-
 def _drawn_as_built(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Draw in the dtype that a whole model would draw in, then cast; a few megabytes at a time."""
 
@@ -204,13 +203,6 @@ def _round_to_built(parameters: Iterable[nn.Parameter]) -> None:
     """Give weights the digits that they were asked to have: ``dtype=torch.bfloat16`` in an fp32 run."""
     for parameter in parameters:
         partition: torch.Tensor = parameter.ds_tensor  # type: ignore[attr-defined]
-        built_as = getattr(parameter, _BUILT_AS)
-        if torch.finfo(built_as).bits < torch.finfo(partition.dtype).bits:
+        built_as = getattr(parameter, _BUILT_AS, partition.dtype)
+        if partition.is_floating_point() and torch.finfo(built_as).bits < torch.finfo(partition.dtype).bits:
             partition.data.copy_(partition.data.to(built_as))
-
-
-def _without_accelerate(cls: type, *_: Any, **__: Any) -> Any:
-    raise PretrainedModelError(
-        f"{cls.__name__}.from_pretrained in configure_model needs the package accelerate, by which Transformers loads "
-        'into partitions. Install it: pip install "lightning_zero3[pretrained]".'
-    )
