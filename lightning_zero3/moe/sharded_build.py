@@ -21,7 +21,7 @@ from lightning_zero3.substitution import substituted
 # The dtype that a parameter's constructor gave it, where the run's is another.
 _BUILT_AS = "_zero3_built_as"
 # Elements that are drawn at a time; a multiple of the 16 that torch draws at a time, so that pieces are as the whole.
-_PIECE = 1 << 20
+_PIECE = 1 << 17
 # These draw or write element by element, so that pieces of a tensor are parts of the whole.
 _BY_ELEMENT = ("normal_", "uniform_", "zeros_", "ones_", "constant_")
 
@@ -59,7 +59,7 @@ def sharded_build(config: Mapping[str, Any], remote_device: str | None = None) -
         def _zero_init_param(self, parameter: nn.Parameter) -> None:
             if parameter.is_floating_point() and parameter.dtype != self.dtype:
                 setattr(parameter, _BUILT_AS, parameter.dtype)
-                parameter.data = parameter.data.to(self.dtype)
+                parameter.data = _cast(parameter.data, self.dtype)
             super()._zero_init_param(parameter)
 
     from_config = PreTrainedModel._from_config.__func__
@@ -186,12 +186,21 @@ def _drawn_as_built(name: str, function: Callable[..., Any]) -> Callable[..., An
     return draw
 
 
-def _pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Parts of a tensor whose values, drawn one after the other, are those of the whole.
+def _cast(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Cast, where there is room for it in the storage that the tensor has already."""
+    if data.element_size() < dtype.itemsize or not data.is_contiguous():
+        return data.to(dtype)
+    flat = data.view(-1)
+    narrow = flat.view(dtype)[: flat.numel()]
+    # From front to back, nothing is overwritten before it is read.
+    for start in range(0, flat.numel(), _PIECE):
+        narrow[start : start + _PIECE] = flat[start : start + _PIECE].to(dtype)
+    return narrow.view(data.shape)
 
-    On a CPU. A GPU's generator numbers a whole tensor's elements, and memory for one more tensor is there.
-    """
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+
+def _pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Parts of a tensor that are drawn one after the other; on a CPU their values are those of the whole."""
+    if not tensor.is_contiguous():
         return [tensor.data]
     flat = tensor.data.view(-1)
     # Fewer than 16 values are drawn in another way, so the last piece takes such a rest along.
