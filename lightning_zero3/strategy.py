@@ -8,7 +8,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,10 @@ from lightning_zero3 import cpu_ops, ds_config, process_exit
 from lightning_zero3.checkpoint import load_consolidated
 from lightning_zero3.config import ConfigConflictError, Zero3Options
 from lightning_zero3.moe import expert_parallel
-from lightning_zero3.moe.build import refuse_meta_tensors
+from lightning_zero3.moe.build import meta_tensors, refuse_meta_tensors
 from lightning_zero3.moe.sharded_build import sharded_build
 from lightning_zero3.optimizer.switches import Switches
+from lightning_zero3.substitution import substituted
 from lightning_zero3.topology import Topology
 
 # torch 2.13 on the collectives that DeepSpeed 0.19.8 uses. Expires when DeepSpeed calls their new names.
@@ -217,6 +218,14 @@ class Zero3FastStrategy(DeepSpeedStrategy):
         warnings.filterwarnings("ignore", message=DEPRECATED_CALLS, category=FutureWarning)
         if not theirs:
             process_exit.leave_process_group_at_exit()
+
+    def teardown(self) -> None:
+        """As Lightning's, which moves the module to the CPU and fails on one that was refused for being on meta."""
+        module = self.lightning_module
+        with ExitStack() as scope:
+            if module is not None and meta_tensors(module):
+                scope.enter_context(substituted(module, "cpu", lambda: module))
+            super().teardown()
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:

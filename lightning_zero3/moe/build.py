@@ -70,6 +70,11 @@ class MetaDeviceError(SetupError):
     """A module has tensors on the meta device, which hold no values."""
 
 
+def meta_tensors(module: nn.Module) -> list[str]:
+    """Names of the parameters and buffers that hold no values."""
+    return [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if tensor.is_meta]
+
+
 def refuse_meta_tensors(module: nn.Module) -> None:
     """Refuse a module that has parameters or buffers without values.
 
@@ -79,8 +84,7 @@ def refuse_meta_tensors(module: nn.Module) -> None:
     Raises:
         MetaDeviceError: It has some; the message names them and what to do.
     """
-    names = [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if tensor.is_meta]
-    if names:
+    if names := meta_tensors(module):
         raise MetaDeviceError(
             f"{len(names)} parameters or buffers of {type(module).__name__} are on the meta device and hold no values: "
             f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}. Neither DeepSpeed nor AutoEP takes such a "

@@ -178,3 +178,134 @@ def test_checkpoints_hold_each_expert_apart(checkpoint):
     for family in ("glm4_moe", "mixtral", "qwen3_moe"):
         with safe_open(Path(checkpoint(family)) / "model.safetensors", "pt") as file:
             assert any(".experts.0." in name for name in file.keys()), family  # noqa: SIM118
+
+
+class Own(torch.nn.Module):
+    """A module of a user's own, with a buffer that bf16 would round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(32, 3)
+        self.register_buffer("scale", torch.tensor([1000.123]) * torch.rand(1))
+
+
+class Mixed(Language):
+    """A tied Hugging Face model, and beside it a module that is drawn after it."""
+
+    def __init__(self, how: str, what: Any, config: PretrainedConfig) -> None:
+        super().__init__(None)
+        self.how, self.what, self.config = how, what, config
+        self.different: list[str] = []
+
+    def configure_model(self) -> None:
+        import deepspeed
+
+        if self.some_odd_name is not None:
+            return
+        self.some_odd_name, self.own = build(self.how, self.what).train(), Own()
+        with deepspeed.zero.GatheredParameters(list(self.parameters())):
+            self.state = {name: value.detach().clone() for name, value in self.own.state_dict().items()}
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) + self.own.linear.weight.sum() * 0
+
+
+def tied_and_mixed(how: str, folder: str) -> tuple[bool, bool, list[bool]]:
+    config = tiny_glm(tie_word_embeddings=True)
+    with torch.device("meta"):
+        _ON_META[config.model_type] = from_config(config)
+    what = folder if how == "from_pretrained" else config
+    build(how, what)
+    expected = {name: value.to(torch.bfloat16) for name, value in Own().state_dict().items()}
+    torch.manual_seed(5)
+    build(how, what)
+    expected["scale"] = Own().scale
+    module = Mixed(how, what, config)
+    fit(module, Sentences(config.vocab_size), Zero3FastStrategy(), steps=2, precision="bf16-mixed")
+    model: Any = module.some_odd_name
+    counted = sum(1 for _ in model.parameters())
+    return (
+        model.lm_head.weight is model.model.embed_tokens.weight,
+        counted == len({id(parameter) for parameter in _ON_META["glm4_moe"].parameters()}),
+        [torch.equal(expected[name].to(value.dtype), value) for name, value in module.state.items()],
+    )
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("how", ["constructor", "from_config", "from_pretrained"])
+def test_ties_are_kept_and_what_is_drawn_afterwards_is_too(ranks, tmp_path, how, world_size):
+    if how == "from_pretrained":
+        from_config(tiny_glm(tie_word_embeddings=True)).save_pretrained(tmp_path)
+    seen = ranks(world_size).run(tied_and_mixed, how, str(tmp_path))
+    for tied, no_parameter_twice, _ in seen:
+        assert tied
+        assert no_parameter_twice
+    # Weights come from rank 0; a buffer is each rank's own, as in a whole model.
+    assert seen[0][2] == [True, True, True]
+
+
+def without_accelerate(folder: str) -> str:
+    from transformers import utils
+
+    from lightning_zero3.substitution import substituted
+
+    module = Builds([("from_pretrained", folder, {}, {})])
+    with (
+        substituted(utils, "is_accelerate_available", lambda: False),
+        pytest.raises(ImportError, match="accelerate") as refusal,
+    ):
+        fit(module, Sentences(64), Zero3FastStrategy(), steps=1)
+    return str(refusal.value)
+
+
+def test_a_checkpoint_without_accelerate_is_refused_with_what_to_install(ranks, checkpoint):
+    (message,) = ranks(1).run(without_accelerate, checkpoint("mixtral"))
+    assert 'pip install "lightning_zero3[pretrained]"' in message
+    assert "MixtralForCausalLM.from_pretrained" in message
+
+
+class OnMeta(Language):
+    """Its model has no values, whether it is there from the start or comes in ``configure_model``."""
+
+    def __init__(self, *, late: bool) -> None:
+        with torch.device("meta"):
+            meta = from_config(tiny_glm())
+        super().__init__(None if late else meta)
+        self.late = [meta]
+
+    def configure_model(self) -> None:
+        self.some_odd_name = self.late[0]
+
+
+def on_meta(late: bool) -> str:
+    with pytest.raises(ValueError, match="on the meta device") as refusal:
+        fit(OnMeta(late=late), Sentences(64), Zero3FastStrategy(), steps=1)
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_models_without_values_are_refused(ranks, late):
+    (message,) = ranks(1).run(on_meta, late)
+    assert "some_odd_name.model.embed_tokens.weight" in message
+    assert "configure_model" in message
+
+
+def stock_has_garbage() -> float:
+    module = Builds([])
+    module.configure_model = lambda: setattr(  # type: ignore[method-assign]
+        module, "some_odd_name", module.some_odd_name or AutoModelForCausalLM.from_config(tiny_glm())
+    )
+    try:
+        fit(module, Sentences(64), Zero3FastStrategy(stock_semantics=True), steps=1)
+    except (RuntimeError, IndexError):
+        return float("nan")
+    import deepspeed
+
+    weight = module.some_odd_name.model.layers[0].mlp.up_proj.weight
+    with deepspeed.zero.GatheredParameters([weight]):
+        return weight.std().item()
+
+
+def test_stock_semantics_builds_as_stock_does(ranks):
+    (spread,) = ranks(1).run(stock_has_garbage)
+    assert not spread == pytest.approx(tiny_glm().initializer_range, rel=0.2)
