@@ -53,7 +53,7 @@ def sharded_build(config: Mapping[str, Any], remote_device: str | None = None) -
     from transformers.integrations.deepspeed import HfDeepSpeedConfig
     from transformers.utils import is_accelerate_available
 
-    class PartitionedBuild(zero.Init):  # type: ignore[misc]
+    class PartitionedBuild(zero.Init):
         """``zero.Init`` that leaves all tensors but parameters as they are made."""
 
         def _zero_init_param(self, parameter: nn.Parameter) -> None:
@@ -73,7 +73,7 @@ def sharded_build(config: Mapping[str, Any], remote_device: str | None = None) -
     def from_pretrained_here(cls: type, *arguments: Any, **options: Any) -> Any:
         if not is_accelerate_available():
             raise PretrainedModelError(
-                f"{cls.__name__}.from_pretrained in configure_model needs the package accelerate, by which Transformers "
+                f"{cls.__name__}.from_pretrained in configure_model needs the package accelerate: by it, Transformers "
                 'loads into partitions. Install it: pip install "lightning_zero3[pretrained]".'
             )
         loaded = from_pretrained(cls, *arguments, **options)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.step_arms import _one_group_per_expert_tensor
 from lightning_zero3 import Zero3FastStrategy
 from tests.fits import Language, Sentences, fit, optimizer_of
 from tests.models import build_glm, tiny_glm
@@ -82,3 +83,46 @@ def test_experts_that_the_optimizer_leaves_out_stay_untrained(ranks):
     for expected, seen in zip(plain, shared, strict=True):
         assert expected["wrong"] == seen["wrong"] == {}
         assert seen["losses"] == pytest.approx(expected["losses"], abs=2e-5)
+
+
+class OneGroup(Grouped):
+    """One learning rate for all, of an optimizer of the user's own."""
+
+    def __init__(self, *, in_partitions: bool) -> None:
+        super().__init__(in_partitions=in_partitions)
+        if not in_partitions:
+            self.some_odd_name = build_glm(tiny_glm(num_hidden_layers=3), seed=5)
+
+    def configure_model(self) -> None:
+        if self.some_odd_name is None:
+            self.some_odd_name = AutoModelForCausalLM.from_config(tiny_glm(num_hidden_layers=3))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def sub_groups(named_in_config: bool, in_partitions: bool, zero: dict[str, Any]) -> tuple[int, int]:
+    config: dict[str, Any] = {"zero_optimization": {"stage": 3, **zero}}
+    if named_in_config:
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+    module = OneGroup(in_partitions=in_partitions)
+    # At full width, an expert tensor is as large as DeepSpeed lets a group become.
+    with _one_group_per_expert_tensor():
+        trainer = fit(module, Sentences(64), Zero3FastStrategy(config, expert_parallel_size=2), steps=1)
+    return len(optimizer_of(trainer).fp16_groups), sum(1 for _ in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("named_in_config", "in_partitions", "zero", "expected"),
+    [
+        # 3 expert tensors in each MoE layer, and the rest in one or two: 3 × 45 + 2 = 137 for GLM-4.5-Air.
+        (True, True, {}, 3 * 2 + 2),
+        (True, False, {}, 3 * 2 + 1),
+        (False, True, {}, 3),
+        (False, False, {}, 2),
+        (False, True, {"sub_group_size": 1}, None),
+    ],
+)
+def test_what_the_number_of_sub_groups_is_made_of(ranks, named_in_config, in_partitions, zero, expected):
+    for groups, parameters in ranks(2).run(sub_groups, named_in_config, in_partitions, zero):
+        assert groups == (expected or parameters)
