@@ -244,6 +244,28 @@ def test_ties_are_kept_and_what_is_drawn_afterwards_is_too(ranks, tmp_path, how,
     assert seen[0][2] == [True, True, True]
 
 
+class Pretrained(Language):
+    def __init__(self, folder: str, *, in_partitions: bool) -> None:
+        super().__init__(None if in_partitions else from_pretrained(folder).train())
+        self.folder = folder
+
+    def configure_model(self) -> None:
+        if self.some_odd_name is None:
+            self.some_odd_name = from_pretrained(self.folder).train()
+
+
+def pretrained_and_shared(folder: str) -> list[list[float]]:
+    modules = [Pretrained(folder, in_partitions=False), Pretrained(folder, in_partitions=True)]
+    for module, size in zip(modules, (None, 2), strict=True):
+        fit(module, Sentences(64), Zero3FastStrategy(expert_parallel_size=size))
+    return [module.losses for module in modules]
+
+
+def test_a_checkpoint_loaded_into_partitions_trains_with_its_experts_shared(ranks, checkpoint):
+    for whole_losses, losses in ranks(2).run(pretrained_and_shared, checkpoint("glm4_moe")):
+        assert losses == pytest.approx(whole_losses, abs=2e-5)
+
+
 def without_accelerate(folder: str) -> str:
     from transformers import utils
 
