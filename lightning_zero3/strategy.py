@@ -7,7 +7,8 @@ import difflib
 import inspect
 import os
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,11 @@ from lightning_zero3 import cpu_ops, ds_config, loaders, precision, process_exit
 from lightning_zero3.checkpoint import load_consolidated
 from lightning_zero3.config import ConfigConflictError, Zero3Options
 from lightning_zero3.moe import expert_parallel
+from lightning_zero3.moe.build import meta_tensors, refuse_meta_tensors
+from lightning_zero3.moe.sharded_build import sharded_build
 from lightning_zero3.optimizer.switches import Switches
 from lightning_zero3.stepping import SteppingStrategy
+from lightning_zero3.substitution import substituted
 from lightning_zero3.topology import Topology
 
 # torch 2.13 on the collectives that DeepSpeed 0.19.8 uses. Expires when DeepSpeed calls their new names.
@@ -196,6 +200,8 @@ class Zero3FastStrategy(SteppingStrategy):
         self._check_accelerator()
         refusals.check(self.lightning_module, self.world_size, self.options.stock_semantics)
         self._check_config()
+        if self.lightning_module is not None:
+            refuse_meta_tensors(self.lightning_module)
         self._check_expert_parallel()
         # DeepSpeedStrategy's own method refuses anything but CUDA; its base class sets up the environment for any.
         super(DeepSpeedStrategy, self).setup_environment()
@@ -223,12 +229,33 @@ class Zero3FastStrategy(SteppingStrategy):
         if not theirs:
             process_exit.leave_process_group_at_exit()
 
+    def teardown(self) -> None:
+        """As Lightning's, which moves the module to the CPU and fails on one that was refused for being on meta."""
+        module = self.lightning_module
+        with ExitStack() as scope:
+            if module is not None and meta_tensors(module):
+                scope.enter_context(substituted(module, "cpu", lambda: module))
+            super().teardown()
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """What ``configure_model`` runs in: each module is partitioned as it is built, with a whole model's values."""
+        if self.options.stock_semantics:
+            with super().model_sharded_context():
+                yield
+            return
+        self._init_config_if_needed()
+        assert isinstance(self.config, dict)
+        with sharded_build(self.config, self.remote_device):
+            yield
+
     def _setup_model_and_optimizer(
         self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> tuple[Any, Any]:
         from lightning_zero3.engine import build_training_engine
 
         assert isinstance(self.config, dict)
+        refuse_meta_tensors(model)
         target, config = None, self.config
         section = ds_config.expert_parallel_section(config)
         if section is not None:
