@@ -12,7 +12,9 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_zero3.capabilities import parts_to_leave_out
+from lightning_zero3.moe import tensor_parallel
 from lightning_zero3.moe.expert_parallel import ExpertParallelTarget, NoMoELayerError, already_replaced, auto_ep_on
+from lightning_zero3.moe.tensor_parallel import TensorParallelTarget
 from lightning_zero3.optimizer.switches import Switches
 from lightning_zero3.substitution import substituted
 
@@ -29,6 +31,7 @@ def build_training_engine(
     local_rank: int,
     switches: Switches,
     target: ExpertParallelTarget | None,
+    split: TensorParallelTarget | None = None,
     print_timers: bool = True,
 ) -> tuple[DeepSpeedEngine, Any]:
     """Run ``deepspeed.initialize`` so that it builds our optimizer and, if asked, AutoEP's layers.
@@ -45,6 +48,7 @@ def build_training_engine(
         local_rank: This process's device index (any index does for a CPU).
         switches: The optimizer's switches.
         target: The model for AutoEP, or None.
+        split: The model for AutoTP, or None.
         print_timers: Whether DeepSpeed prints its step timers, where the config has them on.
 
     Returns:
@@ -52,6 +56,7 @@ def build_training_engine(
 
     Raises:
         NoMoELayerError: A target was given and no layer of it was replaced.
+        NoShardedLayerError: A model to split was given and no layer of it was split.
     """
     import deepspeed
     from deepspeed.runtime.zero import stage3
@@ -65,6 +70,10 @@ def build_training_engine(
         scope.enter_context(substituted(stage3, "DeepSpeedZeroOptimizer_Stage3", ours))
         if target is not None:
             scope.enter_context(auto_ep_on(target))
+        tensor_parallel.forget_other_layouts(config["tensor_parallel"]["autotp_size"] if split is not None else 1)
+        if split is not None:
+            tensor_parallel.start_alike(module)
+            scope.enter_context(tensor_parallel.auto_tp_on(split))
         if not print_timers:
             scope.enter_context(substituted(deepspeed.utils.timer, "print_dist", lambda *_, **__: None))
         engine, built, _, _ = deepspeed.initialize(
@@ -84,6 +93,12 @@ def build_training_engine(
         )
     if target is not None and not already_replaced(module):
         raise NoMoELayerError(f"AutoEP replaced no layer of {target.path or type(module).__name__}.")
+    if split is not None:
+        if not tensor_parallel.sharded_layers(module):
+            raise tensor_parallel.NoShardedLayerError(
+                f"AutoTP split no layer of {split.path or type(module).__name__}."
+            )
+        _settle_tensor_parallel(engine)
     if not print_timers:
         _silence_timer_lines(engine)
     return engine, built
@@ -117,6 +132,7 @@ def build_inference_engine(module: nn.Module, *, config: Mapping[str, Any], loca
     """
     import deepspeed
 
+    tensor_parallel.forget_other_layouts(1)
     engine, _, _, _ = deepspeed.initialize(
         args=argparse.Namespace(device_rank=local_rank),
         config=dict(config),
@@ -127,6 +143,26 @@ def build_inference_engine(module: nn.Module, *, config: Mapping[str, Any], loca
         dist_init_required=False,
     )
     return engine
+
+
+def _settle_tensor_parallel(engine: Any) -> None:
+    """Count tensor-parallel peers once, and leave the check of their data to us.
+
+    Upstream symbols: ``DeepSpeedConfig.train_batch_size``, computed as if every rank had its own batch, and
+    ``DeepSpeedEngine.first_dataloader_check``, which fails on dict and tuple batches ("Boolean value of Tensor with
+    more than one value is ambiguous") (0.19.7, 0.19.8). Expires when upstream divides by the tensor parallel size and
+    compares nested batches.
+
+    Args:
+        engine: An engine with AutoTP's layers.
+    """
+    config = engine._config
+    config.train_batch_size = (
+        config.train_micro_batch_size_per_gpu * config.gradient_accumulation_steps * engine.dp_world_size
+    )
+    engine.tput_timer.batch_size = config.train_batch_size
+    if getattr(engine, "first_dataloader_check", None) is not None:
+        engine.first_dataloader_check.remove()
 
 
 def _silence_timer_lines(engine: Any) -> None:

@@ -65,6 +65,19 @@ def plain(family: str, lanes: int, **arguments: Any) -> list[dict[str, torch.Ten
     return [{**result, **gradients} for result in results]
 
 
+def whole(name: str, value: torch.Tensor, shape: torch.Size, layout: Topology) -> torch.Tensor:
+    """The gradient of a whole weight, from those of its slices on all tensor-parallel ranks."""
+    slices: list[Any] = [None] * layout.world_size
+    distributed.all_gather_object(slices, value)
+    mine = [slices[peer] for peer in layout.tensor_parallel_ranks(distributed.get_rank())]
+    if value.shape == shape:
+        assert all(torch.equal(mine[0], other) for other in mine), f"{name} differs between tensor-parallel ranks"
+        return value
+    (cut,) = (dim for dim in range(value.ndim) if value.shape[dim] != shape[dim])
+    parts = [part.chunk(2 if "gate_up_proj" in name else 1, dim=cut) for part in mine]
+    return torch.cat([half for halves in zip(*parts, strict=True) for half in halves], dim=cut)
+
+
 def as_transformers_names(seen: dict[str, torch.Tensor], layout: Topology) -> dict[str, torch.Tensor]:
     """Gradients of AutoEP's layers under Transformers' names and in its shapes, experts of all ranks together."""
     named: dict[str, torch.Tensor] = {}
@@ -102,18 +115,21 @@ def relative_errors(
     Returns:
         Name of each tensor → the norm of the difference relative to the norm of Transformers'.
     """
-    world = distributed.get_world_size()
-    layout = Topology(world, options.get("expert_parallel_size") or 1)
-    lane = distributed.get_rank()
-    model = build(tiny(family))
-    module = Observed(model, batch_of(lane), **arguments)
+    world, rank = distributed.get_world_size(), distributed.get_rank()
+    layout = Topology(world, options.get("expert_parallel_size") or 1, options.get("tensor_parallel_size") or 1)
+    lane = layout.data_parallel_rank(rank)
+    module = Observed(build(tiny(family)), batch_of(lane), **arguments)
     if change is not None:
         module.on_fit_start = lambda: change(module)  # type: ignore[method-assign]
     fit(module, Sentences(64), Zero3FastStrategy(**options), steps=1)
     ours = as_transformers_names(module.seen, layout)
-    theirs = plain(family, world, **arguments)[lane]
+    theirs = plain(family, layout.data_parallel_size, **arguments)[lane]
     if "shared_expert." not in " ".join(theirs):
         ours = {name.replace(".mlp.shared_expert.", ".mlp.shared_experts."): value for name, value in ours.items()}
     unused = {name for name in ours if name not in theirs and not ours[name].any()}
     assert set(ours) - unused == set(theirs), sorted(set(ours) ^ set(theirs))
+    ours = {
+        name: whole(name, ours[name], value.shape, layout) if name.startswith("d ") else ours[name]
+        for name, value in theirs.items()
+    }
     return {name: float((ours[name] - value).norm() / value.norm()) for name, value in theirs.items()}
