@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch
 
+from lightning_zero3.moe import expert_parallel, presets, tensor_parallel
+from lightning_zero3.substitution import substituted
 from tests.models import FAMILIES
 from tests.parity import relative_errors
 
@@ -14,9 +19,27 @@ WITH_AUXILIARY_LOSS = [family for family in FAMILIES if family != "glm"]
 EXACT = 1e-5
 
 
-def compared(family: str, options: dict[str, Any], broken: Any = None) -> dict[str, float]:
+def compared(family: str, options: dict[str, Any], trap: str | None = None) -> dict[str, float]:
     arguments = {"output_router_logits": True} if family in WITH_AUXILIARY_LOSS else {}
-    return relative_errors(family, options, arguments)
+    with TRAPS[trap]() if trap else nullcontext():
+        return relative_errors(family, options, arguments)
+
+
+def losing_norms() -> Any:
+    plans = {
+        kind: [spec for spec in plan if "grad_allreduce" not in spec] for kind, plan in tensor_parallel._PLANS.items()
+    }
+    return substituted(tensor_parallel, "_PLANS", plans)
+
+
+# Each leaves one trap open: without what closes it, the numbers must differ.
+TRAPS: dict[str, Callable[[], Any]] = {
+    "a generic softmax preset": lambda: substituted(presets, "_PRESETS", {"glm4_moe": "qwen3_moe"}),
+    "probabilities in the auxiliary loss": lambda: substituted(
+        expert_parallel, "as_transformers_records", lambda layers, _: layers
+    ),
+    "gradients of heads' norms not summed": losing_norms,
+}
 
 
 def assert_exact(family: str, every_ranks: list[dict[str, float]]) -> None:
@@ -43,3 +66,58 @@ def test_one_rank_with_autoep_layers(ranks, family):
 )
 def test_two_ranks(ranks, family, options):
     assert_exact(family, ranks(2).run(compared, family, options))
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=() if family == "qwen3_5" else pytest.mark.slow) for family in FAMILIES]
+)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"expert_parallel_size": 4}, marks=pytest.mark.slow),
+        pytest.param({"expert_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param({"tensor_parallel_size": 2, "expert_parallel_size": 2}, id="both"),
+        pytest.param({"tensor_parallel_size": 2, "expert_parallel_size": 4}, id="both 4", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_four_ranks(ranks, family, options):
+    assert_exact(family, ranks(4).run(compared, family, options))
+
+
+def fixed(name: str, value: Any) -> dict[str, Any]:
+    """Options with an entry of AutoEP's section that overrides what the model's config says."""
+    return {"config": {"expert_parallel": {name: value}}, "expert_parallel_size": 1}
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "trap", "wrong"),
+    [
+        ("glm", fixed("routed_scaling_factor", 1.0), None, {"logits", "loss"}),
+        ("minimax", fixed("routed_scaling_factor", 1.0), None, {"logits", "loss"}),
+        ("glm", {"expert_parallel_size": 1}, "a generic softmax preset", {"logits", "loss"}),
+        ("qwen3_5", {"expert_parallel_size": 1}, "probabilities in the auxiliary loss", {"aux_loss"}),
+        (
+            "qwen3",
+            {"tensor_parallel_size": 2},
+            "gradients of heads' norms not summed",
+            {"d model.layers.0.self_attn.q_norm.weight", "d model.layers.0.self_attn.k_norm.weight"},
+        ),
+    ],
+    ids=["scaling lost, glm", "scaling lost, minimax", "softmax", "probabilities", "norms"],
+)
+def test_a_trap_left_open_is_seen(ranks, family, options, trap, wrong):
+    for errors in ranks(options.get("tensor_parallel_size", 1)).run(compared, family, options, trap):
+        exceeded = {name for name, error in errors.items() if not error < EXACT}
+        assert wrong <= exceeded, {name: errors[name] for name in wrong}
+
+
+def started_differently(corrected: bool) -> dict[str, float]:
+    with nullcontext() if corrected else substituted(tensor_parallel, "start_alike", lambda _: None):
+        return relative_errors("glm", {"tensor_parallel_size": 2}, {}, seed=torch.distributed.get_rank())
+
+
+def test_ranks_that_draw_different_values_train_rank_0s_model(ranks):
+    assert_exact("glm", ranks(2).run(started_differently, True))
+    assert max(ranks(2).run(started_differently, False)[0].values()) > 0.1

@@ -141,10 +141,24 @@ def test_modules_with_a_config_of_another_kind_are_none(glm: Any, config: Any) -
     assert find_target(Holder(backbone=backbone)).path == "backbone.net"
 
 
-def test_a_requested_preset_is_taken(glm: Any) -> None:
-    assert find_target(Holder(net=glm), "mixtral").preset == "mixtral"
+def test_a_requested_preset_is_taken(dense_model: Any) -> None:
+    assert find_target(Holder(net=dense_model), "mixtral").preset == "mixtral"
     with pytest.raises(UnsupportedModelError, match="net: expert_parallel_preset='nonsense'"):
-        find_target(Holder(net=glm), "nonsense")
+        find_target(Holder(net=dense_model), "nonsense")
+
+
+@pytest.mark.parametrize("requested", available_preset_names())
+def test_minimax_m2_is_refused_whatever_preset_is_requested(minimax_m2: Any, requested: str) -> None:
+    # With mixtral's it would train another function, without a word.
+    with pytest.raises(UnsupportedModelError, match="net: No AutoEP preset computes model_type='minimax_m2'"):
+        find_target(Holder(net=minimax_m2), requested)
+
+
+def test_a_model_without_a_head_is_no_other_case() -> None:
+    backbone = build_glm(tiny_glm(num_hidden_layers=3)).model
+    target = find_target(Holder(net=backbone))
+    assert target.module is backbone
+    assert check_layers(target, SECTION, TWO_OF_FOUR) == 2
 
 
 def test_a_dense_model_beside_it_is_no_obstacle(glm: Any, dense_model: Any) -> None:
@@ -183,8 +197,8 @@ def test_models_that_no_preset_computes_are_refused_with_what_to_pass(
     with pytest.raises(UnsupportedModelError) as why:
         find_target(Holder(net=request.getfixturevalue(family)))
     message = str(why.value)
-    assert message.startswith(f"net: No AutoEP preset is known to compute model_type='{family}'")
-    assert "pass it as expert_parallel_preset" in message
+    assert message.startswith(f"net: No AutoEP preset computes model_type='{family}'")
+    assert "register_preset" in message
     for name in available_preset_names():
         assert name in message
 
