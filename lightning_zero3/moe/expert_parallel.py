@@ -21,6 +21,7 @@ from lightning_zero3.config import SetupError
 from lightning_zero3.moe.hugging_face import find_models, model_type
 from lightning_zero3.moe.output_recorders import as_transformers_records, movable_recorders, recorders_can_be_moved
 from lightning_zero3.moe.presets import UnsupportedModelError, resolve_preset
+from lightning_zero3.moe.router_precision import compute_in_fp32, routers_in_fp32
 from lightning_zero3.substitution import substituted
 from lightning_zero3.topology import Topology
 
@@ -86,8 +87,8 @@ def find_target(root: nn.Module, requested_preset: str | None = None) -> ExpertP
 def settings(target: ExpertParallelTarget, section: Mapping[str, Any]) -> dict[str, Any]:
     """What AutoEP's section of the config must say about a model.
 
-    Presets match layers by names that a whole causal model has; here they are named one by one, found by the modules
-    inside them, so that a text model inside a composite one, or a model without a head, is no other case. What the
+    Presets match layers by names that a whole causal model has. Where a model's differ, for a text model inside a
+    composite one or a model without a head, its layers are named one by one, found by the modules inside them. What the
     user's own section says stays.
 
     Args:
@@ -98,12 +99,13 @@ def settings(target: ExpertParallelTarget, section: Mapping[str, Any]) -> dict[s
 
     preset = get_preset(target.preset)
     layers = [
-        re.escape(name)
+        name
         for name, module in target.module.named_modules()
         if hasattr(module, preset.experts_pattern) and hasattr(module, preset.router_pattern)
     ]
-    pattern = section.get("moe_layer_pattern") or ("|".join(layers) if layers else None)
-    return {"preset_model": target.preset, **({"moe_layer_pattern": pattern} if pattern else {})}
+    if section.get("moe_layer_pattern") or all(re.fullmatch(preset.moe_layer_pattern, name) for name in layers):
+        return {"preset_model": target.preset}
+    return {"preset_model": target.preset, "moe_layer_pattern": "|".join(map(re.escape, layers))}
 
 
 def check_layers(target: ExpertParallelTarget, section: Mapping[str, Any], topology: Topology) -> int:
@@ -223,6 +225,13 @@ def auto_ep_on(target: ExpertParallelTarget) -> Iterator[None]:
         def ep_parser(self) -> list[Any]:
             """The layers to replace, recorded as Transformers records its own."""
             return as_transformers_records(super().ep_parser(), target.module)
+
+        def replace_moe_layers(self, specs: list[Any], *arguments: Any, **named: Any) -> Any:
+            """Replace layers, and have their routers compute as Transformers' own."""
+            in_fp32 = routers_in_fp32(specs, target.module)
+            replaced = super().replace_moe_layers(specs, *arguments, **named)
+            compute_in_fp32(target.module, in_fp32)
+            return replaced
 
     with substituted(auto_ep, "AutoEP", NestedAutoEP), movable_recorders(target.preset):
         yield

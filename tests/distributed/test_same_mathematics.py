@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_zero3 import Zero3FastStrategy
 from lightning_zero3.moe import expert_parallel, presets, tensor_parallel
 from lightning_zero3.substitution import substituted
-from tests.models import FAMILIES
-from tests.parity import relative_errors
+from tests.fits import Sentences, fit
+from tests.models import FAMILIES, build, tiny
+from tests.parity import Observed, batch_of, relative_errors
 
 # GLM has no auxiliary loss in Transformers.
 WITH_AUXILIARY_LOSS = [family for family in FAMILIES if family != "glm"]
@@ -121,3 +123,43 @@ def started_differently(corrected: bool) -> dict[str, float]:
 def test_ranks_that_draw_different_values_train_rank_0s_model(ranks):
     assert_exact("glm", ranks(2).run(started_differently, True))
     assert max(ranks(2).run(started_differently, False)[0].values()) > 0.1
+
+
+def bf16_routing(family: str, as_upstream: bool) -> dict[str, float]:
+    """Train a step in bf16; what the first MoE layer's router chose, against a router of Transformers' own."""
+    seen: list[Any] = []
+
+    class Watched(Observed):
+        def on_train_start(self) -> None:
+            layer = next(m for m in self.modules() if getattr(m, "_is_autoep_layer", False))
+            layer.router.register_forward_hook(lambda _, tokens, chosen: seen.append((tokens[0], *chosen)))
+
+    module = Watched(build(tiny(family)), batch_of(0))
+    with substituted(expert_parallel, "routers_in_fp32", lambda *_: []) if as_upstream else nullcontext():
+        fit(module, Sentences(64), Zero3FastStrategy(expert_parallel_size=1), steps=1, precision="bf16-mixed")
+    tokens, weights, experts, _ = seen[0]
+    name, router = next((n, m) for n, m in build(tiny(family)).named_modules() if n.endswith(".mlp.gate"))
+    biases = dict(router.named_buffers())
+    router = router.to(torch.bfloat16)
+    for buffer, value in biases.items():
+        setattr(router, buffer, value)
+    with torch.no_grad():
+        _, their_weights, their_experts = router(tokens.detach())
+
+    def dense(weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(len(weights), 8).scatter(1, experts, weights.detach().float())
+
+    ours, theirs = dense(weights, experts), dense(their_weights, their_experts)
+    if family == "minimax":  # its block scales afterwards
+        theirs = theirs * tiny(family).routed_scaling_factor
+    assert tokens.dtype == torch.bfloat16, name
+    return {"weights": float((ours - theirs).norm() / theirs.norm())}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_bf16_routers_choose_as_transformers_own(ranks, family):
+    # Qwen's own rounds its weights to bf16 in the end.
+    bound = 4e-3 if family.startswith("qwen") else EXACT
+    assert ranks(1).run(bf16_routing, family, False)[0]["weights"] < bound
+    if family == "glm":
+        assert ranks(1).run(bf16_routing, family, True)[0]["weights"] > 5e-4

@@ -304,7 +304,7 @@ def test_a_declared_config_whose_experts_cannot_be_shared_out_is_refused() -> No
 
 @pytest.mark.parametrize("config", [GptOssConfig(**SMALL), MiniMaxM2Config(**SMALL)], ids=lambda c: c.model_type)
 def test_a_declared_config_that_no_preset_computes_is_refused(config: Any) -> None:
-    with pytest.raises(UnsupportedModelError, match=f"model_type='{config.model_type}'.*expert_parallel_preset"):
+    with pytest.raises(UnsupportedModelError, match=f"model_type='{config.model_type}'.*register_preset"):
         check_declared_configs(Holder(config=config), None, TWO_OF_FOUR)
 
 
