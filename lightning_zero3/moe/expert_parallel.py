@@ -120,7 +120,7 @@ def check_layers(target: ExpertParallelTarget, section: Mapping[str, Any], topol
         The number of MoE layers that will be replaced.
 
     Raises:
-        UnsupportedModelError: The preset doesn't work with the installed Transformers.
+        UnsupportedModelError: The preset doesn't work with the installed Transformers, or its router lacks something.
         NoMoELayerError: The parser finds none.
         SetupError: The number of experts isn't divisible by the expert parallel size.
     """
@@ -146,6 +146,7 @@ def check_layers(target: ExpertParallelTarget, section: Mapping[str, Any], topol
             f"Transformers: {OUTPUT_RECORDERS.symbol} {OUTPUT_RECORDERS.reason}. Install transformers<5.23, or leave "
             "expert_parallel_size out."
         )
+    _refuse_what_routers_lack(target, where)
     for layer in layers:
         topology.require_experts_divide(
             layer.num_experts, f"{target.path + '.' if target.path else ''}{layer.moe_module_name}"
@@ -235,6 +236,16 @@ def auto_ep_on(target: ExpertParallelTarget) -> Iterator[None]:
 
     with substituted(auto_ep, "AutoEP", NestedAutoEP), movable_recorders(target.preset):
         yield
+
+
+def _refuse_what_routers_lack(target: ExpertParallelTarget, where: str) -> None:
+    """Upstream only warns of what its router doesn't do (``AutoEP.ep_parser``), and trains another function."""
+    for attribute in ("router_jitter_noise", "router_z_loss_coef"):
+        if value := getattr(target.module.config, attribute, None):
+            raise UnsupportedModelError(
+                f"{attribute}={value} in the config of {where}: AutoEP's router does without it, so another function "
+                f"would be trained. Set {attribute} to 0, or leave expert_parallel_size out."
+            )
 
 
 def _preset_or_reason(module: nn.Module, requested: str | None) -> tuple[str | None, str]:

@@ -77,8 +77,8 @@ def resolve_preset(model_type: str, requested: str | None = None) -> str:
         )
     if preset is not None and requested not in (None, preset):
         raise UnsupportedModelError(
-            f"expert_parallel_preset={requested!r} computes another function than model_type={model_type!r}, which is "
-            f"{preset!r}'s: leave expert_parallel_preset out. If you know better, say so with "
+            f"expert_parallel_preset={requested!r} computes another function than model_type={model_type!r}, whose "
+            f"preset is {preset!r}: leave expert_parallel_preset out. If you know better, say so with "
             "lightning_zero3.moe.presets.register_preset."
         )
     if preset is not None:

@@ -71,7 +71,7 @@ class TensorParallelTarget:
 
 
 def register_tensor_parallel(model_type: str, layers: Iterable[Mapping[str, Any]]) -> None:
-    r"""Say how the layers of a Hugging Face ``model_type`` are split.
+    """Say how the layers of a Hugging Face ``model_type`` are split.
 
     Args:
         model_type: ``config.model_type`` of the Hugging Face model.
@@ -79,14 +79,18 @@ def register_tensor_parallel(model_type: str, layers: Iterable[Mapping[str, Any]
             matched with the end of a parameter's name, inside the model.
 
     >>> register_tensor_parallel("my_moe", [*ATTENTION, *MLP])
-    >>> partition_config("my_moe", "net")["layer_specs"][0]["patterns"]
-    ['net\\.(?:.*\\.)?self_attn\\.[qkv]_proj\\.weight$']
+    >>> len(partition_config("my_moe", "net")["layer_specs"])
+    6
     """
     _PLANS[model_type] = tuple(dict(layer) for layer in layers)
 
 
 def partition_config(model_type: str, path: str) -> dict[str, Any]:
     """AutoTP's ``partition_config`` for a model.
+
+    Upstream symbol: ``AutoTP._replace_autoep_shared_experts`` (0.19.7, 0.19.8), which is told the last two parts of an
+    AutoEP layer's name only, so a pattern that begins with the model's path never fits its shared experts. Both names
+    are given. Expires when it is told the whole name.
 
     Args:
         model_type: ``config.model_type`` of the Hugging Face model.
@@ -101,7 +105,8 @@ def partition_config(model_type: str, path: str) -> dict[str, Any]:
             f"{', '.join(sorted(_PLANS))}. Say it with lightning_zero3.moe.tensor_parallel.register_tensor_parallel, "
             "or by tensor_parallel.partition_config in the DeepSpeed config; else leave tensor_parallel_size out."
         )
-    prefix = (re.escape(path) + r"\." if path else "") + r"(?:.*\.)?"
+    whole_name = (re.escape(path) + r"\." if path else "") + r"(?:.*\.)?"
+    prefix = rf"(?:{whole_name}|\d+\.[^.]+\.(?=shared_experts\.))"
     specs = [{**layer, "patterns": [prefix + pattern for pattern in layer["patterns"]]} for layer in _PLANS[model_type]]
     return {"use_default_specs": False, "layer_specs": specs}
 

@@ -13,7 +13,7 @@ from lightning_zero3 import Zero3FastStrategy
 from lightning_zero3.moe import expert_parallel, presets, tensor_parallel
 from lightning_zero3.substitution import substituted
 from tests.fits import Sentences, fit
-from tests.models import FAMILIES, build, tiny
+from tests.models import COMPOSITES, FAMILIES, build, tiny, tiny_composite
 from tests.parity import Observed, batch_of, relative_errors
 
 # GLM has no auxiliary loss in Transformers.
@@ -24,7 +24,11 @@ EXACT = 1e-5
 def compared(family: str, options: dict[str, Any], trap: str | None = None) -> dict[str, float]:
     arguments = {"output_router_logits": True} if family in WITH_AUXILIARY_LOSS else {}
     with TRAPS[trap]() if trap else nullcontext():
-        return relative_errors(family, options, arguments)
+        return relative_errors(tiny(family), options, arguments)
+
+
+def composite(family: str, options: dict[str, Any]) -> dict[str, float]:
+    return relative_errors(tiny_composite(family), options, {"output_router_logits": True})
 
 
 def losing_norms() -> Any:
@@ -68,6 +72,12 @@ def test_one_rank_with_autoep_layers(ranks, family):
 )
 def test_two_ranks(ranks, family, options):
     assert_exact(family, ranks(2).run(compared, family, options))
+
+
+@pytest.mark.parametrize("family", COMPOSITES)
+@pytest.mark.parametrize("size", ["expert_parallel_size", "tensor_parallel_size"])
+def test_the_text_model_of_a_composite(ranks, family, size):
+    assert_exact(family, ranks(2).run(composite, family, {size: 2}))
 
 
 @pytest.mark.parametrize(
@@ -117,7 +127,7 @@ def test_a_trap_left_open_is_seen(ranks, family, options, trap, wrong):
 
 def started_differently(corrected: bool) -> dict[str, float]:
     with nullcontext() if corrected else substituted(tensor_parallel, "start_alike", lambda _: None):
-        return relative_errors("glm", {"tensor_parallel_size": 2}, {}, seed=torch.distributed.get_rank())
+        return relative_errors(tiny("glm"), {"tensor_parallel_size": 2}, {}, seed=torch.distributed.get_rank())
 
 
 def test_ranks_that_draw_different_values_train_rank_0s_model(ranks):
@@ -162,4 +172,4 @@ def test_in_bf16_routers_choose_as_transformers_own(ranks, family):
     bound = 4e-3 if family.startswith("qwen") else EXACT
     assert ranks(1).run(bf16_routing, family, False)[0]["weights"] < bound
     if family == "glm":
-        assert ranks(1).run(bf16_routing, family, True)[0]["weights"] > 5e-4
+        assert ranks(1).run(bf16_routing, family, True)[0]["weights"] > 10 * EXACT

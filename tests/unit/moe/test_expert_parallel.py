@@ -33,7 +33,7 @@ from lightning_zero3.moe.expert_parallel import (
 )
 from lightning_zero3.moe.presets import UnsupportedModelError
 from lightning_zero3.topology import Topology
-from tests.models import build_glm, tiny_glm
+from tests.models import build, build_glm, tiny, tiny_composite, tiny_glm
 
 SECTION = {"enabled": True, "autoep_size": 2}
 TWO_OF_FOUR = Topology(world_size=4, expert_parallel_size=2)
@@ -154,6 +154,14 @@ def test_minimax_m2_is_refused_whatever_preset_is_requested(minimax_m2: Any, req
         find_target(Holder(net=minimax_m2), requested)
 
 
+@pytest.mark.parametrize(("family", "layers"), [("qwen3_5", 2), ("minimax", 2)])
+def test_the_text_model_inside_a_composite_is_found(family: str, layers: int) -> None:
+    target = find_target(Holder(net=build(tiny_composite(family))))
+    assert target.path == "net.model.language_model"
+    assert check_layers(target, SECTION, TWO_OF_FOUR) == layers
+    check_declared_configs(Holder(config=tiny_composite(family)), None, TWO_OF_FOUR)
+
+
 def test_a_model_without_a_head_is_no_other_case() -> None:
     backbone = build_glm(tiny_glm(num_hidden_layers=3)).model
     target = find_target(Holder(net=backbone))
@@ -268,6 +276,15 @@ def test_other_errors_of_the_parser_come_through_as_they_are() -> None:
     with pytest.raises(ValueError, match="clamp their SwiGLU") as why:
         check_layers(find_target(model), SECTION, TWO_OF_FOUR)
     assert not isinstance(why.value, NoMoELayerError)
+
+
+@pytest.mark.parametrize("name", ["router_jitter_noise", "router_z_loss_coef"])
+def test_what_autoeps_router_does_not_do_is_refused(name: str) -> None:
+    target = find_target(Holder(net=build(tiny("mixtral"))))
+    assert check_layers(target, SECTION, TWO_OF_FOUR) == 2
+    setattr(target.module.config, name, 0.1)
+    with pytest.raises(UnsupportedModelError, match=rf"{name}=0\.1 in the config of net \(Mixtral.*Set {name} to 0"):
+        check_layers(target, SECTION, TWO_OF_FOUR)
 
 
 def test_experts_that_cannot_be_shared_out_are_refused_with_sizes_that_work() -> None:
