@@ -345,11 +345,11 @@ class Zero3FastStrategy(DeepSpeedStrategy):
                 f"This LightningModule's {'MoE ' if experts is not None else ''}layers belong to the engine of an "
                 f"earlier fit. Build it anew for another fit with {asked}."
             )
+        topology = parallel_layers.topology_of(self.config, self.world_size)
         if expert_parallel.holds_a_model(module) or not is_overridden("configure_model", module, LightningModule):
             parallel_layers.targets(module, self.config, self.world_size)
         elif experts is not None:
             # The model is built later, in the process group; its config often hangs on the module already.
-            topology = parallel_layers.topology_of(self.config, self.world_size)
             expert_parallel.check_declared_configs(module, experts.get("preset_model"), topology)
 
 
