@@ -131,7 +131,13 @@ COMBINATIONS: tuple[Combination, ...] = (
         "tests/unit/moe/test_tensor_parallel.py::test_what_can_not_be_shared_out_is_refused",
     ),
     Combination(
-        "tensor parallelism with bf16, `zero.Init`, offload, checkpoints, 16-bit or single files",
+        "tensor parallelism, alone and with expert parallelism, × `zero.Init` × fp32, bf16",
+        "tested",
+        "the first loss is that of the whole model in one process",
+        f"{_D}/test_tensor_parallel.py::test_a_model_built_in_partitions_is_the_one_that_seed_gives",
+    ),
+    Combination(
+        "tensor parallelism with offload, checkpoints, 16-bit or single files",
         "untested",
     ),
     Combination(

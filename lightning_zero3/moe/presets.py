@@ -12,10 +12,13 @@ from lightning_zero3.config import SetupError
 _PRESETS: dict[str, str] = {
     # Sigmoid scores, a correction bias for the choice only, group-limited top-k, shared experts: DeepSeek-V3's router.
     "glm4_moe": "deepseek_v3",
+    # DeepSpeed 0.19.8 names it itself; 0.19.7 lacks the preset, and others would only look alike.
+    "minimax_m3_vl_text": "minimax_m3",
 }
 
 # Model types for which a preset would silently compute another function.
 _REFUSED: dict[str, str] = {
+    "minimax_m3_vl": "the experts are in its text model: pass the text-backbone, model_type='minimax_m3_vl_text'",
     "gpt_oss": "its experts carry biases and a clamped activation that no preset has, and none of its layers is found",
     "minimax_m2": "its router scores with a sigmoid and a correction bias, which the mixtral preset that fits its names"
     " does not compute",

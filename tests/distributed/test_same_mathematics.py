@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.module_inject.auto_ep_presets.registry import available_preset_names
 
 from lightning_zero3 import Zero3FastStrategy
 from lightning_zero3.moe import expert_parallel, presets, tensor_parallel
@@ -19,6 +20,14 @@ from tests.parity import Observed, batch_of, relative_errors
 # GLM has no auxiliary loss in Transformers.
 WITH_AUXILIARY_LOSS = [family for family in FAMILIES if family != "glm"]
 EXACT = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def _preset_exists(request: pytest.FixtureRequest) -> None:
+    # DeepSpeed 0.19.7 has none for MiniMax-M3.
+    parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    if parameters.get("family") == "minimax" and "minimax_m3" not in available_preset_names():
+        pytest.skip("the installed DeepSpeed has no preset for it")
 
 
 def compared(family: str, options: dict[str, Any], trap: str | None = None) -> dict[str, float]:

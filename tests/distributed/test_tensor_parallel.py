@@ -7,10 +7,11 @@ import torch
 
 from lightning_zero3 import Zero3FastStrategy
 from lightning_zero3.moe import tensor_parallel
+from lightning_zero3.moe.build import build_from_config
 from lightning_zero3.substitution import substituted
 from lightning_zero3.topology import Topology
-from tests.fits import Pairs, Regression, Sentences, fit
-from tests.models import build, tiny
+from tests.fits import Language, Pairs, Regression, Sentences, fit
+from tests.models import FAMILIES, build, tiny
 from tests.parity import Observed, batch_of
 
 
@@ -79,3 +80,39 @@ def second_fit() -> str:
 
 def test_a_second_fit_of_a_split_module_is_refused_in_words(ranks):
     assert "Build it anew" in ranks(2).run(second_fit)[0]
+
+
+def built_in_partitions(family: str, options: dict[str, Any], precision: str) -> tuple[float, float]:
+    """The first loss of a model built in configure_model, and that of the same model built whole by Transformers."""
+    config, model_class = tiny(family), FAMILIES[family][1]
+    batch = batch_of(torch.distributed.get_rank() // options["tensor_parallel_size"])
+
+    class Later(Language):
+        def configure_model(self) -> None:
+            if self.some_odd_name is None:
+                torch.manual_seed(3)
+                self.some_odd_name = build_from_config(model_class, config)
+
+        def training_step(self, _: Any, batch_idx: int) -> torch.Tensor:
+            loss = self.some_odd_name(input_ids=batch, labels=batch).loss
+            self.losses.append(loss.item())
+            return loss
+
+    module = Later(None)
+    fit(module, Sentences(64), Zero3FastStrategy(**options), steps=1, precision=precision)
+    torch.manual_seed(3)
+    whole = build_from_config(model_class, config)
+    if precision != "32-true":
+        for parameter in whole.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
+    with torch.no_grad():
+        return module.losses[0], whole(input_ids=batch, labels=batch).loss.item()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("experts", [None, 2])
+@pytest.mark.parametrize(("precision", "bound"), [("32-true", 1e-6), ("bf16-mixed", 5e-3)])
+def test_a_model_built_in_partitions_is_the_one_that_seed_gives(ranks, family, experts, precision, bound):
+    options = {"tensor_parallel_size": 2, "expert_parallel_size": experts}
+    for ours, theirs in ranks(2).run(built_in_partitions, family, options, precision):
+        assert ours == pytest.approx(theirs, rel=bound)

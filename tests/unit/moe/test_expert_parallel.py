@@ -156,6 +156,8 @@ def test_minimax_m2_is_refused_whatever_preset_is_requested(minimax_m2: Any, req
 
 @pytest.mark.parametrize(("family", "layers"), [("qwen3_5", 2), ("minimax", 2)])
 def test_the_text_model_inside_a_composite_is_found(family: str, layers: int) -> None:
+    if family == "minimax" and "minimax_m3" not in available_preset_names():
+        pytest.skip("the installed DeepSpeed has no preset for it")
     target = find_target(Holder(net=build(tiny_composite(family))))
     assert target.path == "net.model.language_model"
     assert check_layers(target, SECTION, TWO_OF_FOUR) == layers
