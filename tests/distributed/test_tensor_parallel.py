@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.module_inject.auto_ep_presets.registry import available_preset_names
 
 from lightning_zero3 import Zero3FastStrategy
 from lightning_zero3.moe import tensor_parallel
@@ -110,9 +111,22 @@ def built_in_partitions(family: str, options: dict[str, Any], precision: str) ->
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("experts", [None, 2])
-@pytest.mark.parametrize(("precision", "bound"), [("32-true", 1e-6), ("bf16-mixed", 5e-3)])
-def test_a_model_built_in_partitions_is_the_one_that_seed_gives(ranks, family, experts, precision, bound):
-    options = {"tensor_parallel_size": 2, "expert_parallel_size": experts}
+@pytest.mark.parametrize(
+    ("tensor", "experts", "precision", "bound"),
+    [
+        (2, None, "32-true", 1e-6),
+        (2, 2, "32-true", 1e-6),
+        (1, 2, "bf16-mixed", 5e-3),
+        # Each rank rounds its part of a sum.
+        (2, None, "bf16-mixed", 1e-2),
+        (2, 2, "bf16-mixed", 1e-2),
+    ],
+)
+def test_a_model_built_in_partitions_is_the_one_that_seed_gives(ranks, family, tensor, experts, precision, bound):
+    if family == "minimax" and experts and "minimax_m3" not in available_preset_names():
+        pytest.skip("the installed DeepSpeed has no preset for it")
+    options = {"tensor_parallel_size": tensor, "expert_parallel_size": experts}
+    # GLM's routers are computed in fp32 by both, and all else as well in the same way.
+    bound = 1e-6 if family == "glm" and tensor == 1 else bound
     for ours, theirs in ranks(2).run(built_in_partitions, family, options, precision):
         assert ours == pytest.approx(theirs, rel=bound)
