@@ -51,6 +51,8 @@ class Zero3Options:
         expert_parallel_size: Number of ranks that share one set of experts. ``None`` leaves the model's MoE layers as
             they are; 1 replaces them by AutoEP's layers with all experts on every rank.
         expert_parallel_preset: Name of DeepSpeed's AutoEP preset; ``None`` resolves it from the model's config.
+        tensor_parallel_size: Number of consecutive ranks that share each layer and see the same data. ``None`` and 1
+            leave layers whole.
         stock_semantics: Give exactly ``deepspeed_stage_3``'s numbers, its known faults included: none of the
             corrections that docs/corrections.md lists is applied.
 
@@ -75,6 +77,7 @@ class Zero3Options:
     step_bytes_budget: int | None = None
     expert_parallel_size: int | None = None
     expert_parallel_preset: str | None = None
+    tensor_parallel_size: int | None = None
     stock_semantics: bool = False
 
     def __post_init__(self) -> None:
@@ -90,17 +93,18 @@ class Zero3Options:
             raise ValueError(
                 f"step_bytes_budget={budget}: 1 byte or more, or None for no more memory than stock's step."
             )
-        size = self.expert_parallel_size
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
-            raise TypeError(f"expert_parallel_size={size!r}: an int, or None for no expert parallelism.")
-        if size is not None and size < 1:
-            raise ValueError(
-                f"expert_parallel_size={size}: a whole number of ranks, 1 or more, or None for no expert parallelism."
-            )
+        for name, what in (("expert_parallel_size", "expert"), ("tensor_parallel_size", "tensor")):
+            size = getattr(self, name)
+            if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
+                raise TypeError(f"{name}={size!r}: an int, or None for no {what} parallelism.")
+            if size is not None and size < 1:
+                raise ValueError(
+                    f"{name}={size}: a whole number of ranks, 1 or more, or None for no {what} parallelism."
+                )
         preset = self.expert_parallel_preset
         if preset is not None and not isinstance(preset, str):
             raise TypeError(f"expert_parallel_preset={preset!r}: the name of an AutoEP preset, or None.")
-        if preset is not None and size is None:
+        if preset is not None and self.expert_parallel_size is None:
             raise ValueError(
                 f"expert_parallel_preset={preset!r} without expert_parallel_size has no effect: pass both or neither."
             )
