@@ -119,6 +119,11 @@ def _refuse_other_layouts(optimizer: Any) -> None:
             f"grad_norms doesn't know where {type(optimizer).__name__} keeps its gradients. Take "
             "deepspeed.utils.safe_get_full_grad for single parameters."
         )
+    if getattr(optimizer, "swap_optimizer", False):
+        raise NotImplementedError(
+            "grad_norms can't read gradients that DeepSpeed keeps on NVMe. After the step, "
+            "trainer.strategy.model.get_global_grad_norm() has the norm of all gradients."
+        )
     world = torch.distributed.get_world_size()
     for group in optimizer.fp16_groups:
         experts = optimizer._autoep_expert_parallel_group(group)
