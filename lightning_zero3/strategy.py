@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from lightning_zero3 import cpu_ops, ds_config, loaders, precision, process_exit, refusals, same_batches
 from lightning_zero3.checkpoint import load_consolidated
 from lightning_zero3.config import ConfigConflictError, Zero3Options
-from lightning_zero3.moe import expert_parallel
+from lightning_zero3.moe import auxiliary_loss, expert_parallel, router
 from lightning_zero3.optimizer.switches import Switches
 from lightning_zero3.stepping import SteppingStrategy
 from lightning_zero3.topology import Topology
@@ -62,6 +62,10 @@ class Zero3FastStrategy(SteppingStrategy):
             they are; 1 replaces them by AutoEP's layers with all experts on every rank. It must divide the number of
             ranks and of experts.
         expert_parallel_preset: Name of DeepSpeed's AutoEP preset; ``None`` resolves it from the model's config.
+        router_bias_update_speed: How far a router's correction bias (``e_score_correction_bias``) moves after each
+            optimizer step, to even out the experts' loads without an auxiliary loss, as DeepSeek-V3, GLM-4.5 and
+            MiniMax do; theirs is 0.001, and 0 near the end of training. ``None`` leaves biases as they are. Works with
+            and without ``expert_parallel_size``.
         stock_semantics: Give exactly ``deepspeed_stage_3``'s numbers, its known faults included: none of the
             corrections that docs/corrections.md lists is applied.
         **deepspeed_arguments: Any other argument of ``lightning.pytorch.strategies.DeepSpeedStrategy`` but ``stage``
@@ -88,6 +92,7 @@ class Zero3FastStrategy(SteppingStrategy):
         step_bytes_budget: int | None = None,
         expert_parallel_size: int | None = None,
         expert_parallel_preset: str | None = None,
+        router_bias_update_speed: float | None = None,
         stock_semantics: bool = False,
         **deepspeed_arguments: Any,
     ) -> None:
@@ -101,6 +106,7 @@ class Zero3FastStrategy(SteppingStrategy):
             step_bytes_budget=step_bytes_budget,
             expert_parallel_size=expert_parallel_size,
             expert_parallel_preset=expert_parallel_preset,
+            router_bias_update_speed=router_bias_update_speed,
             stock_semantics=stock_semantics,
         )
         _refuse_fixed_arguments(deepspeed_arguments)
@@ -197,6 +203,7 @@ class Zero3FastStrategy(SteppingStrategy):
         refusals.check(self.lightning_module, self.world_size, self.options.stock_semantics)
         self._check_config()
         self._check_expert_parallel()
+        self._check_router_biases()
         # DeepSpeedStrategy's own method refuses anything but CUDA; its base class sets up the environment for any.
         super(DeepSpeedStrategy, self).setup_environment()
 
@@ -235,6 +242,8 @@ class Zero3FastStrategy(SteppingStrategy):
             target = expert_parallel.find_target(model, section.get("preset_model"))
             expert_parallel.check_layers(target, section, self._topology(section))
             config = {**config, "expert_parallel": {**section, "preset_model": target.preset}}
+            if self.options.router_bias_update_speed is None:
+                auxiliary_loss.warn_if_off(target.module, target.path)
         return build_training_engine(
             model,
             config=config,
@@ -333,6 +342,16 @@ class Zero3FastStrategy(SteppingStrategy):
         else:
             # The model is built later, in the process group; its config often hangs on the module already.
             expert_parallel.check_declared_configs(module, preset, topology)
+
+    def _check_router_biases(self) -> None:
+        module = self.lightning_module
+        if self.options.router_bias_update_speed is None or module is None:
+            return
+        fits = module.trainer.state.fn == TrainerFn.FITTING
+        if fits and (
+            expert_parallel.holds_a_model(module) or not is_overridden("configure_model", module, LightningModule)
+        ):
+            router.find_routers(module)
 
     def _topology(self, section: Mapping[str, Any]) -> Topology:
         return Topology(world_size=self.world_size, expert_parallel_size=section.get("autoep_size", 1))
