@@ -12,8 +12,8 @@ trained in the same way; Transformers has the bias (``e_score_correction_bias``)
 
 Upstream symbols: ``load_balance_coeff`` of the ``expert_parallel`` section, which AutoEP refuses for every model;
 ``AutoEPMoELayer.tokens_per_expert``, which isn't used, because it also counts validation and the second forward of
-activation checkpointing; ``TokenChoiceTopKRouter``, whose histogram of each call is used (0.19.7, 0.19.8). Transformers'
-routers return the chosen experts as their last output (5.24). Detected by tests; a router that returns no choice is
+activation checkpointing; ``TokenChoiceTopKRouter``, whose histogram of each call is used (0.19.7, 0.19.8). In
+Transformers 5.24 a router returns the chosen experts last. Detected by tests; one that returns no choice is
 refused in its first forward. Expires when DeepSpeed moves the bias.
 """
 
