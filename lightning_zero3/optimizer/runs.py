@@ -93,7 +93,8 @@ class Runs:
         for unit in units:
             if unit.state is None:
                 continue
-            after = self.optimizer.state.pop(unit.tensor)
+            # SGD without momentum keeps none.
+            after = self.optimizer.state.pop(unit.tensor, {})
             numels = [self.masters[index].numel() for index in unit.members]
             for name, value in after.items():
                 before = unit.state.get(name)

@@ -165,6 +165,22 @@ def test_groups_with_hyper_parameters_of_their_own(ranks, world_size, precision,
         assert limited <= 2 * smaller_chunks
 
 
+def without_state() -> None:
+    engines = [
+        build(model := Trainable(), stock=stock, optimizer=torch.optim.SGD(model.parameters(), lr=1e-2))
+        for stock in (True, False)
+    ]
+    stock_seen, seen = (steps_of(engine) for engine in engines)
+    assert seen == stock_seen
+    stock, ours = (state_of(engine) for engine in engines)
+    assert ours.pop("moments") == stock.pop("moments") == []
+    assert_equal_bits(ours, stock)
+
+
+def test_an_optimizer_that_keeps_no_state(ranks):
+    ranks(1).run(without_state)
+
+
 @pytest.mark.parametrize("kind", ["Adagrad", "own class"])
 def test_other_optimizers_are_called_as_upstream_does(ranks, kind):
     assert ranks(2).run(kinds, kind, "bf16 with fp32 masters") == [[(0, 0), (0, 0)]] * 2
