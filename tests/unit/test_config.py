@@ -77,7 +77,7 @@ def test_a_speed_is_a_number(speed: Any) -> None:
 
 @pytest.mark.parametrize("speed", [0, 0.0, -0.001, float("nan"), float("inf")])
 def test_a_speed_is_above_0(speed: float) -> None:
-    with pytest.raises(ValueError, match="router_bias_update_speed=.*above 0"):
+    with pytest.raises(ValueError, match=r"router_bias_update_speed=.*above 0"):
         Zero3Options(router_bias_update_speed=speed)
 
 
