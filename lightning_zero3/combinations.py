@@ -95,8 +95,9 @@ COMBINATIONS: tuple[Combination, ...] = (
         f"{_D}/test_same_mathematics.py::test_one_rank_with_autoep_layers",
     ),
     Combination(
-        "correction biases that are moved (`router_bias_update_speed`): GLM-4.5, MiniMax-M3; without expert parallelism, "
-        "sizes 1 and 2; accumulation, activation checkpointing of both kinds, validation between steps; 1 and 2 ranks",
+        "correction biases that are moved (`router_bias_update_speed`): GLM-4.5, MiniMax-M3; without expert "
+        "parallelism, sizes 1 and 2; accumulation, activation checkpointing of both kinds, validation between steps; "
+        "1 and 2 ranks",
         "tested",
         "bit for bit one process's; 4 ranks in the slow suite",
         f"{_D}/test_router.py::test_biases_move_as_in_one_process",

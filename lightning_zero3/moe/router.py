@@ -99,9 +99,9 @@ class RouterBiases:
         self._steps = engine.global_steps
         self._moved = False
         routers = find_routers(engine.module)
-        self._biases: list[torch.Tensor] = [getattr(router, BIAS) for router in routers.values()]
-        sizes = [bias.numel() for bias in self._biases]
-        device = self._biases[0].device
+        self._routers = list(routers.values())
+        sizes = [bias.numel() for bias in self._biases()]
+        device = self._biases()[0].device
         # One tensor for all layers, for one reduction and one update. Whole numbers: a mean of floats can hide a token.
         self._counts = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
         self._sizes = torch.tensor(sizes, device=device)
@@ -112,14 +112,18 @@ class RouterBiases:
         ]
         self._begin_alike()
 
+    def _biases(self) -> list[torch.Tensor]:
+        # Asked each time: ``module.to`` and assignments put another tensor in a buffer's place.
+        return [getattr(router, BIAS) for router in self._routers]
+
     def _begin_alike(self) -> None:
         """In fp32 on every rank, whatever it was cast to, and with rank 0's values: updates are alike from there on."""
-        for bias in self._biases:
+        for bias in self._biases():
             bias.data = bias.data.float()
         if distributed.get_world_size() > 1:
-            packed = torch.cat(self._biases)
+            packed = torch.cat(self._biases())
             distributed.broadcast(packed, src=0)
-            torch._foreach_copy_(self._biases, list(packed.split(self._sizes.tolist())))
+            torch._foreach_copy_(self._biases(), list(packed.split(self._sizes.tolist())))
 
     def _watch(self, path: str, counts: torch.Tensor, is_autoep: bool, router: nn.Module, _: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
@@ -164,7 +168,7 @@ class RouterBiases:
         # sign(mean - load), without a division.
         directions = torch.sign(totals[self._layer_of] - loads * self._sizes[self._layer_of])
         moves = (directions.float() * self._speed).split(self._sizes.tolist())
-        torch._foreach_add_(self._biases, list(moves))
+        torch._foreach_add_(self._biases(), list(moves))
 
     def _over_ranks(self) -> torch.Tensor:
         # Over all ranks: tensor-parallel peers count the same tokens, which multiplies loads and mean alike.
