@@ -254,6 +254,7 @@ def of_frozen_and_stock() -> dict[str, Any]:
     return {
         "frozen": [torch.equal(a, b) for a, b in zip(frozen.biases[0], frozen.biases[-1], strict=True)],
         "stock": [not torch.equal(a[0], b[0]) for a, b in zip(stock.biases, stock.biases[1:], strict=False)],
+        "counted": [any(counts) for counts in stock.counts],
         "moves": torch.stack([layers[1] for layers in stock.biases]).diff(dim=0).abs().max().item(),
     }
 
@@ -262,6 +263,7 @@ def test_frozen_layers_keep_their_biases_and_stocks_steps_count(ranks):
     seen = ranks(1).run(of_frozen_and_stock)[0]
     assert seen["frozen"] == [True, False]
     assert seen["stock"] == [False, True] * 3
+    assert seen["counted"] == [True, False] * 3
     assert seen["moves"] == pytest.approx(SPEED, rel=1e-4)
 
 
