@@ -220,6 +220,8 @@ class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _add(self, tensor: torch.Tensor) -> None:
+        if tensor.is_meta:
+            return
         try:
             storage = tensor.untyped_storage()
         except (RuntimeError, NotImplementedError):

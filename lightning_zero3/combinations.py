@@ -121,6 +121,52 @@ COMBINATIONS: tuple[Combination, ...] = (
         f"{_D}/test_auxiliary_loss.py::test_the_loss_has_the_auxiliary_loss_in_it",
     ),
     Combination(
+        "expert parallelism on 2 ranks; tensor parallelism 2; both, for the same models, fp32",
+        "tested",
+        "logits, losses and every gradient as Transformers' own in one process, within 1e-5",
+        f"{_D}/test_same_mathematics.py::test_two_ranks",
+    ),
+    Combination(
+        "expert parallelism 2 and 4, tensor parallelism 2, and both, on 4 ranks, for the same models, fp32",
+        "tested",
+        "the same; Qwen3.5-MoE with TP 2 × EP 2 in the default suite, the rest with `-m slow`",
+        f"{_D}/test_same_mathematics.py::test_four_ranks",
+    ),
+    Combination(
+        "expert parallelism, tensor parallelism for text models inside models of text and vision",
+        "tested",
+        "Qwen3.5-MoE and MiniMax-M3, text only",
+        f"{_D}/test_same_mathematics.py::test_the_text_model_of_a_composite",
+    ),
+    Combination(
+        "expert parallelism in bf16",
+        "tested",
+        "routers choose and weigh as Transformers' own in bf16: GLM's in fp32",
+        f"{_D}/test_same_mathematics.py::test_in_bf16_routers_choose_as_transformers_own",
+    ),
+    Combination(
+        "tensor parallelism with `expert_parallel_size=1`",
+        "refused",
+        "DeepSpeed's layers would count gradients twice",
+        "tests/unit/test_ds_config.py::test_tensor_parallelism_with_whole_expert_sets_is_refused",
+    ),
+    Combination(
+        "tensor parallelism: heads or widths that it doesn't divide",
+        "refused",
+        "",
+        "tests/unit/moe/test_tensor_parallel.py::test_what_can_not_be_shared_out_is_refused",
+    ),
+    Combination(
+        "tensor parallelism, alone and with expert parallelism, × `zero.Init` × fp32, bf16",
+        "tested",
+        "the first loss is that of the whole model in one process",
+        f"{_D}/test_tensor_parallel.py::test_a_model_built_in_partitions_is_the_one_that_seed_gives",
+    ),
+    Combination(
+        "tensor parallelism with offload, checkpoints, 16-bit or single files",
+        "untested",
+    ),
+    Combination(
         "`zero.Init` (a model built in configure_model), with and without expert parallelism",
         "tested",
         "",

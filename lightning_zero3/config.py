@@ -54,6 +54,8 @@ class Zero3Options:
         expert_parallel_preset: Name of DeepSpeed's AutoEP preset; ``None`` resolves it from the model's config.
         router_bias_update_speed: How far a router's correction bias moves after each optimizer step, to even out the
             experts' loads without an auxiliary loss; ``None`` leaves biases as they are.
+        tensor_parallel_size: Number of consecutive ranks that share each layer and see the same data. ``None`` and 1
+            leave layers whole.
         stock_semantics: Give exactly ``deepspeed_stage_3``'s numbers, its known faults included: none of the
             corrections that docs/corrections.md lists is applied.
 
@@ -79,6 +81,7 @@ class Zero3Options:
     expert_parallel_size: int | None = None
     expert_parallel_preset: str | None = None
     router_bias_update_speed: float | None = None
+    tensor_parallel_size: int | None = None
     stock_semantics: bool = False
 
     def __post_init__(self) -> None:
@@ -94,17 +97,18 @@ class Zero3Options:
             raise ValueError(
                 f"step_bytes_budget={budget}: 1 byte or more, or None for no more memory than stock's step."
             )
-        size = self.expert_parallel_size
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
-            raise TypeError(f"expert_parallel_size={size!r}: an int, or None for no expert parallelism.")
-        if size is not None and size < 1:
-            raise ValueError(
-                f"expert_parallel_size={size}: a whole number of ranks, 1 or more, or None for no expert parallelism."
-            )
+        for name, what in (("expert_parallel_size", "expert"), ("tensor_parallel_size", "tensor")):
+            size = getattr(self, name)
+            if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
+                raise TypeError(f"{name}={size!r}: an int, or None for no {what} parallelism.")
+            if size is not None and size < 1:
+                raise ValueError(
+                    f"{name}={size}: a whole number of ranks, 1 or more, or None for no {what} parallelism."
+                )
         preset = self.expert_parallel_preset
         if preset is not None and not isinstance(preset, str):
             raise TypeError(f"expert_parallel_preset={preset!r}: the name of an AutoEP preset, or None.")
-        if preset is not None and size is None:
+        if preset is not None and self.expert_parallel_size is None:
             raise ValueError(
                 f"expert_parallel_preset={preset!r} without expert_parallel_size has no effect: pass both or neither."
             )

@@ -102,6 +102,7 @@ zero_optimization.stage to 2. Set it to 3 or leave it out; for stage 2 use Train
             if path[0] != "fp16" or "fp16" in config:
                 _merge(config, path, value, f"{argument}={value!r}")
     _set_expert_parallel(config, options)
+    _set_tensor_parallel(config, options)
     # Lightning sets this for its own configs only, and both engines fail on a torch optimizer without it.
     config.setdefault("zero_allow_untested_optimizer", True)
     if _section(config, (_ZERO, "offload_optimizer")):
@@ -148,6 +149,9 @@ def settle_trainer_values(config: MutableMapping[str, Any]) -> None:
     ``gradient_accumulation_steps`` whatever its value; :func:`check_against_trainer` has shown them to be equal.
     """
     config.pop("gradient_accumulation_steps", None)
+    if tensor_parallel_section(config) is not None:
+        # Upstream counts every rank as a data-parallel one; `engine.py` sets the right number afterwards.
+        config.pop("train_batch_size", None)
     for name in ("gradient_clipping", "train_micro_batch_size_per_gpu", "train_batch_size"):
         if config.get(name) == "auto":
             del config[name]
@@ -168,8 +172,36 @@ def expert_parallel_section(config: Mapping[str, Any]) -> Config | None:
     return section if section and section.get("enabled", False) else None
 
 
+def tensor_parallel_section(config: Mapping[str, Any]) -> Config | None:
+    """The AutoTP section of a config, or None where it is absent or switched off."""
+    section: Config | None = config.get("tensor_parallel")
+    return section if section and section.get("autotp_size", 0) > 1 else None
+
+
+def with_parallel_layers(
+    config: Mapping[str, Any],
+    *,
+    experts: Mapping[str, Any] | None = None,
+    partition: Mapping[str, Any] | None = None,
+) -> Config:
+    """A config with what has been found out about the model: its MoE layers, and how its layers are split.
+
+    Args:
+        config: A completed config.
+        experts: Entries of the AutoEP section, or None.
+        partition: AutoTP's ``partition_config``, or None.
+    """
+    found = dict(config)
+    if experts is not None:
+        found["expert_parallel"] = {**found["expert_parallel"], **experts}
+    if partition is not None:
+        found["tensor_parallel"] = {"partition_config": dict(partition), **found["tensor_parallel"]}
+    return found
+
+
 def _require_sections_are_dicts(config: Mapping[str, Any]) -> None:
-    for name in (_ZERO, _ACTIVATIONS, "aio", "fp16", "bf16", "expert_parallel", "torch_autocast", "data_types", "amp"):
+    parallel = ("expert_parallel", "tensor_parallel")
+    for name in (_ZERO, _ACTIVATIONS, "aio", "fp16", "bf16", *parallel, "torch_autocast", "data_types", "amp"):
         if name in config:
             _require_dict(config[name], name)
     for path in _OFFLOAD_SECTIONS.values():
@@ -236,16 +268,32 @@ def _set_expert_parallel(config: Config, options: Zero3Options) -> None:
         _merge(config, ("expert_parallel", "preset_model"), preset, f"expert_parallel_preset={preset!r}")
 
 
+def _set_tensor_parallel(config: Config, options: Zero3Options) -> None:
+    size = options.tensor_parallel_size
+    if size is not None:
+        _merge(config, ("tensor_parallel", "autotp_size"), size, f"tensor_parallel_size={size}")
+    tensor, experts = tensor_parallel_section(config), expert_parallel_section(config)
+    if tensor is not None and experts is not None and experts.get("autoep_size", 1) == 1:
+        raise ConfigConflictError(
+            f"tensor_parallel_size={tensor['autotp_size']} with expert_parallel_size=1: DeepSpeed's AutoEP layers "
+            "would count each token's gradients once per tensor-parallel rank. Make expert_parallel_size 2 or more, or "
+            "leave it out."
+        )
+
+
 def _check_batch_size(config: Mapping[str, Any], loaders: int | None, accumulate: int, world_size: int) -> None:
     total, micro = config.get("train_batch_size"), config.get("train_micro_batch_size_per_gpu")
     micro = loaders if micro in (None, "auto") else micro
     if not isinstance(total, int) or not isinstance(micro, int):
         return
-    expected = micro * accumulate * world_size
+    lanes = world_size // max(1, config.get("tensor_parallel", {}).get("autotp_size", 1))
+    expected = micro * accumulate * lanes
     if total != expected:
+        counted = "ranks" if lanes == world_size else "data-parallel ranks"
         raise ConfigConflictError(
             f"The DeepSpeed config sets train_batch_size to {total}, but train_micro_batch_size_per_gpu {micro} × "
-            f"accumulate_grad_batches {accumulate} × {world_size} ranks is {expected}. Leave train_batch_size out."
+            f"accumulate_grad_batches {accumulate} × {lanes} {counted} is "
+            f"{expected}. Leave train_batch_size out."
         )
 
 

@@ -13,8 +13,10 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_zero3.capabilities import parts_to_leave_out
+from lightning_zero3.moe import tensor_parallel
 from lightning_zero3.moe.expert_parallel import ExpertParallelTarget, NoMoELayerError, already_replaced, auto_ep_on
 from lightning_zero3.moe.leaf_modules import mark_leaf_modules, warn_of_unmarked, watch_leaf_calls
+from lightning_zero3.moe.tensor_parallel import TensorParallelTarget
 from lightning_zero3.optimizer.switches import Switches
 from lightning_zero3.substitution import substituted
 
@@ -31,6 +33,7 @@ def build_training_engine(
     local_rank: int,
     switches: Switches,
     target: ExpertParallelTarget | None,
+    split: TensorParallelTarget | None = None,
     print_timers: bool = True,
     leaf_modules: bool = True,
 ) -> tuple[DeepSpeedEngine, Any]:
@@ -48,6 +51,7 @@ def build_training_engine(
         local_rank: This process's device index (any index does for a CPU).
         switches: The optimizer's switches.
         target: The model for AutoEP, or None.
+        split: The model for AutoTP, or None.
         print_timers: Whether DeepSpeed prints its step timers, where the config has them on.
         leaf_modules: Whether experts in lists are made leaf modules.
 
@@ -57,6 +61,7 @@ def build_training_engine(
     Raises:
         NoMoELayerError: A target was given and no layer of it was replaced.
         LeafModuleError: Experts in a list can't be gathered as one, or the config names a leaf that isn't there.
+        NoShardedLayerError: A model to split was given and no layer of it was split.
     """
     import deepspeed
     from deepspeed.runtime.zero import stage3
@@ -71,6 +76,10 @@ def build_training_engine(
         scope.enter_context(substituted(stage3, "DeepSpeedZeroOptimizer_Stage3", ours))
         if target is not None:
             scope.enter_context(auto_ep_on(target))
+        tensor_parallel.forget_other_layouts(config["tensor_parallel"]["autotp_size"] if split is not None else 1)
+        if split is not None:
+            tensor_parallel.start_alike(module)
+            scope.enter_context(tensor_parallel.auto_tp_on(split))
         if not print_timers:
             scope.enter_context(substituted(deepspeed.utils.timer, "print_dist", lambda *_, **__: None))
         engine, built, _, _ = deepspeed.initialize(
@@ -92,6 +101,12 @@ def build_training_engine(
         raise NoMoELayerError(f"AutoEP replaced no layer of {target.path or type(module).__name__}.")
     if leaf_modules:
         watch_leaf_calls(module)
+    if split is not None:
+        if not tensor_parallel.sharded_layers(module):
+            raise tensor_parallel.NoShardedLayerError(
+                f"AutoTP split no layer of {split.path or type(module).__name__}."
+            )
+        _settle_tensor_parallel(engine)
     if not print_timers:
         _silence_timer_lines(engine)
     return engine, built
@@ -136,6 +151,7 @@ def build_inference_engine(module: nn.Module, *, config: Mapping[str, Any], loca
 
     if torch.distributed.get_world_size() > 1:
         mark_leaf_modules(module, config)
+    tensor_parallel.forget_other_layouts(1)
     engine, _, _, _ = deepspeed.initialize(
         args=argparse.Namespace(device_rank=local_rank),
         config=dict(config),
@@ -146,6 +162,26 @@ def build_inference_engine(module: nn.Module, *, config: Mapping[str, Any], loca
         dist_init_required=False,
     )
     return engine
+
+
+def _settle_tensor_parallel(engine: Any) -> None:
+    """Count tensor-parallel peers once, and leave the check of their data to us.
+
+    Upstream symbols: ``DeepSpeedConfig.train_batch_size``, computed as if every rank had its own batch, and
+    ``DeepSpeedEngine.first_dataloader_check``, which fails on dict and tuple batches ("Boolean value of Tensor with
+    more than one value is ambiguous") (0.19.7, 0.19.8). Expires when upstream divides by the tensor parallel size and
+    compares nested batches.
+
+    Args:
+        engine: An engine with AutoTP's layers.
+    """
+    config = engine._config
+    config.train_batch_size = (
+        config.train_micro_batch_size_per_gpu * config.gradient_accumulation_steps * engine.dp_world_size
+    )
+    engine.tput_timer.batch_size = config.train_batch_size
+    if getattr(engine, "first_dataloader_check", None) is not None:
+        engine.first_dataloader_check.remove()
 
 
 def _silence_timer_lines(engine: Any) -> None:

@@ -7,7 +7,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 
@@ -15,6 +18,7 @@ from lightning_zero3 import micro_steps
 from lightning_zero3.accumulation_schedule import allow_schedules
 from lightning_zero3.config import Zero3Options
 from lightning_zero3.moe import router
+from lightning_zero3.moe.expert_parallel import holds_a_model
 from lightning_zero3.skipped_steps import SkippedSteps
 from lightning_zero3.substitution import substituted
 
@@ -83,6 +87,15 @@ class SteppingStrategy(DeepSpeedStrategy):
         self._move_router_biases()
         self._skipped_steps.step_ended()
         return result
+
+    def _check_router_biases(self) -> None:
+        """Before process groups, where the model is built already."""
+        module = self.lightning_module
+        if self.options.router_bias_update_speed is None or module is None:
+            return
+        built = holds_a_model(module) or not is_overridden("configure_model", module, LightningModule)
+        if built and module.trainer.state.fn == TrainerFn.FITTING:
+            router.find_routers(module)
 
     def _move_router_biases(self) -> None:
         if self._router_biases is not None:

@@ -7,7 +7,8 @@ import difflib
 import inspect
 import os
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,12 @@ from torch.optim import Optimizer
 from lightning_zero3 import cpu_ops, ds_config, loaders, precision, process_exit, refusals, same_batches
 from lightning_zero3.checkpoint import load_consolidated
 from lightning_zero3.config import ConfigConflictError, Zero3Options
-from lightning_zero3.moe import auxiliary_loss, expert_parallel, router
+from lightning_zero3.moe import auxiliary_loss, expert_parallel, parallel_layers, tensor_parallel
+from lightning_zero3.moe.build import meta_tensors, refuse_meta_tensors
+from lightning_zero3.moe.sharded_build import sharded_build
 from lightning_zero3.optimizer.switches import Switches
 from lightning_zero3.stepping import SteppingStrategy
-from lightning_zero3.topology import Topology
+from lightning_zero3.substitution import substituted
 
 # torch 2.13 on the collectives that DeepSpeed 0.19.8 uses. Expires when DeepSpeed calls their new names.
 DEPRECATED_CALLS = r"`torch\.distributed\.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated"
@@ -64,8 +67,10 @@ class Zero3FastStrategy(SteppingStrategy):
         expert_parallel_preset: Name of DeepSpeed's AutoEP preset; ``None`` resolves it from the model's config.
         router_bias_update_speed: How far a router's correction bias (``e_score_correction_bias``) moves after each
             optimizer step, to even out the experts' loads without an auxiliary loss, as DeepSeek-V3, GLM-4.5 and
-            MiniMax do; theirs is 0.001, and 0 near the end of training. ``None`` leaves biases as they are. Works with
-            and without ``expert_parallel_size``.
+            MiniMax do (0.001, and 0 near the end of training). ``None`` leaves biases as they are. Works with and
+            without ``expert_parallel_size``.
+        tensor_parallel_size: Number of consecutive ranks that share each layer and see the same data. ``None`` and 1
+            leave layers whole. It must divide the number of ranks, of heads and the layers' widths.
         stock_semantics: Give exactly ``deepspeed_stage_3``'s numbers, its known faults included: none of the
             corrections that docs/corrections.md lists is applied.
         **deepspeed_arguments: Any other argument of ``lightning.pytorch.strategies.DeepSpeedStrategy`` but ``stage``
@@ -93,6 +98,7 @@ class Zero3FastStrategy(SteppingStrategy):
         expert_parallel_size: int | None = None,
         expert_parallel_preset: str | None = None,
         router_bias_update_speed: float | None = None,
+        tensor_parallel_size: int | None = None,
         stock_semantics: bool = False,
         **deepspeed_arguments: Any,
     ) -> None:
@@ -107,6 +113,7 @@ class Zero3FastStrategy(SteppingStrategy):
             expert_parallel_size=expert_parallel_size,
             expert_parallel_preset=expert_parallel_preset,
             router_bias_update_speed=router_bias_update_speed,
+            tensor_parallel_size=tensor_parallel_size,
             stock_semantics=stock_semantics,
         )
         _refuse_fixed_arguments(deepspeed_arguments)
@@ -194,15 +201,18 @@ class Zero3FastStrategy(SteppingStrategy):
 
         Raises:
             ConfigConflictError: The config and the Trainer differ.
-            ValueError: The expert parallel size fits neither ranks nor experts, or there is no MoE layer.
+            ValueError: A parallel size doesn't fit ranks, experts, heads or widths, or there is no layer to share.
             RuntimeError: The accelerator isn't supported, or isn't the one that DeepSpeed was imported for.
-            NotImplementedError: Expert parallelism in an evaluation outside of fit, or in a second fit of a module.
             UnsupportedFeatureError: A callback, a hook or a setting of the Trainer can't work with partitioned weights.
+            NotImplementedError: Expert or tensor parallelism in an evaluation outside of fit, or in a second fit of a
+                module.
         """
         self._check_accelerator()
         refusals.check(self.lightning_module, self.world_size, self.options.stock_semantics)
         self._check_config()
-        self._check_expert_parallel()
+        if self.lightning_module is not None:
+            refuse_meta_tensors(self.lightning_module)
+        self._check_parallel_layers()
         self._check_router_biases()
         # DeepSpeedStrategy's own method refuses anything but CUDA; its base class sets up the environment for any.
         super(DeepSpeedStrategy, self).setup_environment()
@@ -230,20 +240,36 @@ class Zero3FastStrategy(SteppingStrategy):
         if not theirs:
             process_exit.leave_process_group_at_exit()
 
+    def teardown(self) -> None:
+        """As Lightning's, which moves the module to the CPU and fails on one that was refused for being on meta."""
+        module = self.lightning_module
+        with ExitStack() as scope:
+            if module is not None and meta_tensors(module):
+                scope.enter_context(substituted(module, "cpu", lambda: module))
+            super().teardown()
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """What ``configure_model`` runs in: each module is partitioned as it is built, with a whole model's values."""
+        if self.options.stock_semantics:
+            with super().model_sharded_context():
+                yield
+            return
+        self._init_config_if_needed()
+        assert isinstance(self.config, dict)
+        with sharded_build(self.config, self.remote_device):
+            yield
+
     def _setup_model_and_optimizer(
         self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> tuple[Any, Any]:
         from lightning_zero3.engine import build_training_engine
 
         assert isinstance(self.config, dict)
-        target, config = None, self.config
-        section = ds_config.expert_parallel_section(config)
-        if section is not None:
-            target = expert_parallel.find_target(model, section.get("preset_model"))
-            expert_parallel.check_layers(target, section, self._topology(section))
-            config = {**config, "expert_parallel": {**section, "preset_model": target.preset}}
-            if self.options.router_bias_update_speed is None:
-                auxiliary_loss.warn_if_off(target.module, target.path)
+        refuse_meta_tensors(model)
+        target, split, config = parallel_layers.targets(model, self.config, self.world_size)
+        if target is not None and self.options.router_bias_update_speed is None:
+            auxiliary_loss.warn_if_off(target.module, target.path)
         return build_training_engine(
             model,
             config=config,
@@ -252,6 +278,7 @@ class Zero3FastStrategy(SteppingStrategy):
             local_rank=self._device_index,
             switches=Switches.from_options(self.options),
             target=target,
+            split=split,
             print_timers=not self._quiet_timers,
             leaf_modules=not self.options.stock_semantics,
         )
@@ -319,42 +346,30 @@ class Zero3FastStrategy(SteppingStrategy):
         )
         ds_config.settle_trainer_values(self.config)
 
-    def _check_expert_parallel(self) -> None:
+    def _check_parallel_layers(self) -> None:
         assert isinstance(self.config, dict)
-        section = ds_config.expert_parallel_section(self.config)
+        experts = ds_config.expert_parallel_section(self.config)
+        tensors = ds_config.tensor_parallel_section(self.config)
         module = self.lightning_module
-        if section is None or module is None:
+        if (experts is None and tensors is None) or module is None:
             return
+        asked = "expert_parallel_size" if experts is not None else "tensor_parallel_size"
         if module.trainer.state.fn != TrainerFn.FITTING:
             raise NotImplementedError(
-                "validate, test and predict outside of fit don't support expert_parallel_size yet. Validate inside "
+                f"validate, test and predict outside of fit don't support {asked} yet. Validate inside "
                 "fit, by passing val_dataloaders to it."
             )
-        if expert_parallel.already_replaced(module):
+        if expert_parallel.already_replaced(module) or tensor_parallel.already_split(module):
             raise NotImplementedError(
-                "This LightningModule's MoE layers belong to the engine of an earlier fit. Build it anew for another "
-                "fit with expert_parallel_size."
+                f"This LightningModule's {'MoE ' if experts is not None else ''}layers belong to the engine of an "
+                f"earlier fit. Build it anew for another fit with {asked}."
             )
-        topology = self._topology(section)
-        preset = section.get("preset_model")
+        topology = parallel_layers.topology_of(self.config, self.world_size)
         if expert_parallel.holds_a_model(module) or not is_overridden("configure_model", module, LightningModule):
-            expert_parallel.check_layers(expert_parallel.find_target(module, preset), section, topology)
-        else:
+            parallel_layers.targets(module, self.config, self.world_size)
+        elif experts is not None:
             # The model is built later, in the process group; its config often hangs on the module already.
-            expert_parallel.check_declared_configs(module, preset, topology)
-
-    def _check_router_biases(self) -> None:
-        module = self.lightning_module
-        if self.options.router_bias_update_speed is None or module is None:
-            return
-        fits = module.trainer.state.fn == TrainerFn.FITTING
-        if fits and (
-            expert_parallel.holds_a_model(module) or not is_overridden("configure_model", module, LightningModule)
-        ):
-            router.find_routers(module)
-
-    def _topology(self, section: Mapping[str, Any]) -> Topology:
-        return Topology(world_size=self.world_size, expert_parallel_size=section.get("autoep_size", 1))
+            expert_parallel.check_declared_configs(module, experts.get("preset_model"), topology)
 
 
 def _refuse_fixed_arguments(arguments: dict[str, Any]) -> None:

@@ -15,10 +15,16 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
-from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLTextConfig
-from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLForCausalLM
-from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
-from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeForCausalLM
+from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLConfig, MiniMaxM3VLTextConfig
+from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import (
+    MiniMaxM3SparseForConditionalGeneration,
+    MiniMaxM3VLForCausalLM,
+)
+from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeConfig, Qwen3_5MoeTextConfig
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
+)
 
 # What all of them have in common. Ten times Transformers' own initialisation: what one layer does must be visible in
 # the logits of so small a model.
@@ -115,6 +121,57 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel], dict[st
     ),
 }
 
+# Text and vision: each holds a family's text model, at another depth and under other names, as `text_config`.
+COMPOSITES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel], dict[str, Any]]] = {
+    "qwen3_5": (
+        Qwen3_5MoeConfig,
+        Qwen3_5MoeForConditionalGeneration,
+        {
+            "image_token_id": 61,
+            "video_token_id": 62,
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_heads": 2,
+                "num_position_embeddings": 16,
+                "out_hidden_size": 32,
+                "patch_size": 4,
+            },
+            "vision_end_token_id": 60,
+            "vision_start_token_id": 63,
+        },
+    ),
+    "minimax": (
+        MiniMaxM3VLConfig,
+        MiniMaxM3SparseForConditionalGeneration,
+        {
+            "image_token_index": 61,
+            "video_token_index": 62,
+            "vision_config": {
+                "hidden_size": 16,
+                "image_size": 28,
+                "intermediate_size": 16,
+                "num_attention_heads": 2,
+                "num_hidden_layers": 1,
+                "patch_size": 14,
+            },
+        },
+    ),
+}
+
+
+def tiny_composite(family: str) -> PretrainedConfig:
+    """The config of a tiny model of text and vision.
+
+    Args:
+        family: A name in :data:`COMPOSITES`.
+    """
+    config_class, _, fields = COMPOSITES[family]
+    config = config_class(text_config=tiny(family).to_dict(), **fields)
+    config._attn_implementation = "eager"
+    return config
+
 
 def tiny(family: str, **overrides: Any) -> PretrainedConfig:
     """The config of a tiny model of one of :data:`FAMILIES`.
@@ -139,7 +196,7 @@ def build(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
         config: See :func:`tiny`.
         seed: The same seed gives the same values.
     """
-    (model_class,) = (each for kind, each, _ in FAMILIES.values() if kind is type(config))
+    (model_class,) = (each for kind, each, _ in (*FAMILIES.values(), *COMPOSITES.values()) if kind is type(config))
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         model = model_class(config)

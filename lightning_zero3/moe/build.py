@@ -6,10 +6,15 @@ Transformers initialises partitions of size 0, and tensors made in the construct
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+
+from lightning_zero3.config import SetupError
+from lightning_zero3.moe.sharded_build import initialize_partitions, share_buffers
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -21,10 +26,10 @@ def build_from_config(model_class: type[ModelT], config: Any) -> ModelT:
     on rank 0 in the order in which the whole model draws them, so a seed gives the same values with and without
     ``zero.Init``; buffers keep their own dtype and are the same on every rank.
 
-    Upstream symbols: ``transformers.initialization.no_init_weights`` and
-    ``transformers.integrations.deepspeed.initialize_weights_zero3`` (seen in 5.24), which Transformers itself uses in
-    ``from_config`` when a global ``HfDeepSpeedConfig`` is alive; ``deepspeed.zero.Init``'s ``shutdown_init_context``
-    and ``restore_init_context``. Expires when the plain constructor works under ``zero.Init``.
+    Upstream symbols: ``transformers.initialization.no_init_weights`` (seen in 5.24), which Transformers itself uses in
+    ``from_config`` when a global ``HfDeepSpeedConfig`` is alive; ``deepspeed.zero.Init``'s ``top_level_context``,
+    ``shutdown_init_context`` and ``restore_init_context``. Expires when the plain constructor works under
+    ``zero.Init``.
 
     Args:
         model_class: A ``PreTrainedModel`` class, e.g. ``Glm4MoeForCausalLM``.
@@ -42,24 +47,50 @@ def build_from_config(model_class: type[ModelT], config: Any) -> ModelT:
         return _build_whole(model_class, config)
     try:
         from transformers.initialization import no_init_weights
-        from transformers.integrations.deepspeed import initialize_weights_zero3
     except ImportError as error:
         raise ImportError(
             f"{model_class.__name__} can't be built in configure_model with this Transformers release, which lacks "
-            "initialize_weights_zero3: upgrade Transformers, or build the model in the LightningModule's __init__."
+            "no_init_weights: upgrade Transformers, or build the model in the LightningModule's __init__."
         ) from error
-    with no_init_weights():
+    with no_init_weights(), _default_dtype(zero.top_level_context.dtype):
         model = model_class(config)
     # The constructors of torch are patched inside zero.Init; the rest must not go through the patches.
     zero.shutdown_init_context()
     try:
         _give_buffers_their_dtype(model, model_class, config)
-        initialize_weights_zero3(model)
-        model.tie_weights()  # type: ignore[operator]
-        _share_buffers(model)
     finally:
         zero.restore_init_context()
+    initialize_partitions(model)
+    model.tie_weights()  # type: ignore[operator]
+    share_buffers(model.buffers())
     return model
+
+
+class MetaDeviceError(SetupError):
+    """A module has tensors on the meta device, which hold no values."""
+
+
+def meta_tensors(module: nn.Module) -> list[str]:
+    """Names of the parameters and buffers that hold no values."""
+    return [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if tensor.is_meta]
+
+
+def refuse_meta_tensors(module: nn.Module) -> None:
+    """Refuse a module that has parameters or buffers without values.
+
+    Args:
+        module: Usually a LightningModule.
+
+    Raises:
+        MetaDeviceError: It has some; the message names them and what to do.
+    """
+    if names := meta_tensors(module):
+        raise MetaDeviceError(
+            f"{len(names)} parameters or buffers of {type(module).__name__} are on the meta device and hold no values: "
+            f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}. Neither DeepSpeed nor AutoEP takes such a "
+            "model. Build it in configure_model, without torch.device('meta'): there each module is partitioned as "
+            "soon as it is built, and no rank ever holds the whole model."
+        )
 
 
 def _build_whole(model_class: type[ModelT], config: Any) -> ModelT:
@@ -89,14 +120,12 @@ def _give_buffers_their_dtype(model: nn.Module, model_class: type[nn.Module], co
             model.get_submodule(owner)._buffers[leaf] = torch.full_like(buffer, torch.nan, dtype=intended[name].dtype)
 
 
-def _share_buffers(model: nn.Module) -> None:
-    """Copy rank 0's buffers to all: a module that has weights is initialised on rank 0 alone."""
-    from deepspeed.accelerator import get_accelerator
-
-    if torch.distributed.get_world_size() > 1:
-        for buffer in model.buffers():
-            # NCCL takes what is on the device only; a buffer may have been made on the host.
-            sent = buffer.to(get_accelerator().current_device_name())
-            torch.distributed.broadcast(sent, src=0)
-            if sent is not buffer:
-                buffer.copy_(sent)
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Have parameters made in the run's dtype from the start, instead of cast to it."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -8,6 +8,7 @@ the Hugging Face model itself, at whatever depth and under whatever attribute it
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,8 +18,10 @@ from torch import nn
 
 from lightning_zero3.capabilities import OUTPUT_RECORDERS
 from lightning_zero3.config import SetupError
+from lightning_zero3.moe.hugging_face import find_models, model_type
 from lightning_zero3.moe.output_recorders import as_transformers_records, movable_recorders, recorders_can_be_moved
 from lightning_zero3.moe.presets import UnsupportedModelError, resolve_preset
+from lightning_zero3.moe.router_precision import compute_in_fp32, routers_in_fp32
 from lightning_zero3.substitution import substituted
 from lightning_zero3.topology import Topology
 
@@ -56,23 +59,19 @@ def find_target(root: nn.Module, requested_preset: str | None = None) -> ExpertP
         NoMoELayerError: There is no Hugging Face model inside.
         UnsupportedModelError: There is none that a preset computes, or there are several.
     """
-    candidates = _outermost_configured(root)
-    if not candidates:
+    models, others = find_models(root, lambda module: _preset_or_reason(module, requested_preset)[0] is not None)
+    if not models and not others:
         raise NoMoELayerError(
             f"expert_parallel_size is set, but {type(root).__name__} holds no Hugging Face model (a module whose "
             "`config` has a `model_type`). Build the model in the LightningModule's __init__ or configure_model."
         )
-    found: list[ExpertParallelTarget] = []
-    reasons: list[str] = []
-    for path, module in candidates:
-        try:
-            preset = resolve_preset(model_type(module), requested_preset)
-        except UnsupportedModelError as reason:  # noqa: PERF203
-            reasons.append(f"{path or 'the module itself'}: {reason}")
-        else:
-            found.append(ExpertParallelTarget(path, module, preset))
-    if not found:
-        raise UnsupportedModelError("\n".join(reasons))
+    if not models:
+        reasons = [(path, _preset_or_reason(module, requested_preset)[1]) for path, module in others]
+        raise UnsupportedModelError("\n".join(f"{path or 'the module itself'}: {reason}" for path, reason in reasons))
+    found = [
+        ExpertParallelTarget(path, module, resolve_preset(model_type(module), requested_preset))
+        for path, module in models
+    ]
     if len(found) > 1:
         # A requested preset fits any model by name; what has no experts isn't meant.
         found = [target for target in found if _has_experts(target)] or found
@@ -83,6 +82,30 @@ def find_target(root: nn.Module, requested_preset: str | None = None) -> ExpertP
             + ". AutoEP takes one model per engine; keep the others out of this LightningModule."
         )
     return found[0]
+
+
+def settings(target: ExpertParallelTarget, section: Mapping[str, Any]) -> dict[str, Any]:
+    """What AutoEP's section of the config must say about a model.
+
+    Presets match layers by names that a whole causal model has. Where a model's differ, for a text model inside a
+    composite one or a model without a head, its layers are named one by one, found by the modules inside them. What the
+    user's own section says stays.
+
+    Args:
+        target: What :func:`find_target` found.
+        section: The ``expert_parallel`` section of the DeepSpeed config.
+    """
+    from deepspeed.module_inject.auto_ep_presets.registry import get_preset
+
+    preset = get_preset(target.preset)
+    layers = [
+        name
+        for name, module in target.module.named_modules()
+        if hasattr(module, preset.experts_pattern) and hasattr(module, preset.router_pattern)
+    ]
+    if section.get("moe_layer_pattern") or all(re.fullmatch(preset.moe_layer_pattern, name) for name in layers):
+        return {"preset_model": target.preset}
+    return {"preset_model": target.preset, "moe_layer_pattern": "|".join(map(re.escape, layers))}
 
 
 def check_layers(target: ExpertParallelTarget, section: Mapping[str, Any], topology: Topology) -> int:
@@ -97,7 +120,7 @@ def check_layers(target: ExpertParallelTarget, section: Mapping[str, Any], topol
         The number of MoE layers that will be replaced.
 
     Raises:
-        UnsupportedModelError: The preset doesn't work with the installed Transformers.
+        UnsupportedModelError: The preset doesn't work with the installed Transformers, or its router lacks something.
         NoMoELayerError: The parser finds none.
         SetupError: The number of experts isn't divisible by the expert parallel size.
     """
@@ -105,7 +128,7 @@ def check_layers(target: ExpertParallelTarget, section: Mapping[str, Any], topol
     from deepspeed.module_inject.auto_ep_config import parse_autoep_config
 
     where = f"{target.path or 'the module'} ({type(target.module).__name__})"
-    parser = AutoEP(target.module, parse_autoep_config({**section, "preset_model": target.preset}))
+    parser = AutoEP(target.module, parse_autoep_config({**section, **settings(target, section)}))
     try:
         layers = parser.ep_parser()
     except ValueError as error:
@@ -123,6 +146,7 @@ def check_layers(target: ExpertParallelTarget, section: Mapping[str, Any], topol
             f"Transformers: {OUTPUT_RECORDERS.symbol} {OUTPUT_RECORDERS.reason}. Install transformers<5.23, or leave "
             "expert_parallel_size out."
         )
+    _refuse_what_routers_lack(target, where)
     for layer in layers:
         topology.require_experts_divide(
             layer.num_experts, f"{target.path + '.' if target.path else ''}{layer.moe_module_name}"
@@ -132,7 +156,7 @@ def check_layers(target: ExpertParallelTarget, section: Mapping[str, Any], topol
 
 def holds_a_model(root: nn.Module) -> bool:
     """Whether a Hugging Face model is built already, at any depth."""
-    return bool(_outermost_configured(root))
+    return bool(find_models(root, lambda _: True)[0])
 
 
 def check_declared_configs(root: nn.Module, requested_preset: str | None, topology: Topology) -> None:
@@ -152,7 +176,9 @@ def check_declared_configs(root: nn.Module, requested_preset: str | None, topolo
 
     declared = {n: c for n, c in vars(root).items() if isinstance(getattr(c, "model_type", None), str)}
     failures: list[SetupError] = []
-    for name, config in declared.items():
+    for name, whole in declared.items():
+        # A composite config's text model is what has the experts.
+        config = getattr(whole, "text_config", None) or whole
         where = f"{type(root).__name__}.{name} (model_type={config.model_type!r})"
         try:
             attribute = get_preset(resolve_preset(config.model_type, requested_preset)).num_experts_attr
@@ -201,8 +227,32 @@ def auto_ep_on(target: ExpertParallelTarget) -> Iterator[None]:
             """The layers to replace, recorded as Transformers records its own."""
             return as_transformers_records(super().ep_parser(), target.module)
 
+        def replace_moe_layers(self, specs: list[Any], *arguments: Any, **named: Any) -> Any:
+            """Replace layers, and have their routers compute as Transformers' own."""
+            in_fp32 = routers_in_fp32(specs, target.module)
+            replaced = super().replace_moe_layers(specs, *arguments, **named)
+            compute_in_fp32(target.module, in_fp32)
+            return replaced
+
     with substituted(auto_ep, "AutoEP", NestedAutoEP), movable_recorders(target.preset):
         yield
+
+
+def _refuse_what_routers_lack(target: ExpertParallelTarget, where: str) -> None:
+    """Upstream only warns of what its router doesn't do (``AutoEP.ep_parser``), and trains another function."""
+    for attribute in ("router_jitter_noise", "router_z_loss_coef"):
+        if value := getattr(target.module.config, attribute, None):
+            raise UnsupportedModelError(
+                f"{attribute}={value} in the config of {where}: AutoEP's router does without it, so another function "
+                f"would be trained. Set {attribute} to 0, or leave expert_parallel_size out."
+            )
+
+
+def _preset_or_reason(module: nn.Module, requested: str | None) -> tuple[str | None, str]:
+    try:
+        return resolve_preset(model_type(module), requested), ""
+    except UnsupportedModelError as reason:
+        return None, str(reason)
 
 
 def _has_experts(target: ExpertParallelTarget) -> bool:
@@ -213,20 +263,3 @@ def _has_experts(target: ExpertParallelTarget) -> bool:
         hasattr(module, preset.experts_pattern) and hasattr(module, preset.router_pattern)
         for module in target.module.modules()
     )
-
-
-def model_type(module: nn.Module) -> str:
-    """``config.model_type`` of a Hugging Face model."""
-    config: Any = module.config
-    return str(config.model_type)
-
-
-def _outermost_configured(root: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Modules with a Hugging Face config that aren't inside another such module."""
-    found: list[tuple[str, nn.Module]] = []
-    for path, module in root.named_modules():
-        inside = any(path.startswith(f"{outer}.") or outer == "" for outer, _ in found)
-        # A LightningModule may carry the config of the model that it holds: only a PreTrainedModel is a model.
-        if not inside and hasattr(module, "save_pretrained") and hasattr(module.config, "model_type"):
-            found.append((path, module))
-    return found

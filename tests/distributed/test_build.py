@@ -1,5 +1,6 @@
 """Models built in ``configure_model``: partitioned from the start, with the values of a whole one."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -105,7 +106,7 @@ def test_tied_weights_stay_tied(ranks):
         assert all(0 < loss < 10 for loss in losses)
 
 
-def biases() -> list[float]:
+def biases(by_constructor: bool) -> list[float]:
     from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoePreTrainedModel
 
     upstream = Glm4MoePreTrainedModel._init_weights
@@ -121,13 +122,15 @@ def biases() -> list[float]:
         def configure_model(self) -> None:
             if self.some_odd_name is None:
                 with substituted(Glm4MoePreTrainedModel, "_init_weights", with_random_biases):
-                    self.some_odd_name = build_from_config(Glm4MoeForCausalLM, self.config)
+                    builds = Glm4MoeForCausalLM if by_constructor else partial(build_from_config, Glm4MoeForCausalLM)
+                    self.some_odd_name = builds(self.config)
 
     module = Module({})
     fit(module, Sentences(module.config.vocab_size), Zero3FastStrategy(), steps=1)
     return module.some_odd_name.model.layers[1].mlp.gate.e_score_correction_bias.tolist()
 
 
-def test_buffers_that_one_rank_initialises_are_the_same_on_all(ranks):
-    first, second = ranks(2).run(biases)
+@pytest.mark.parametrize("by_constructor", [False, True])
+def test_buffers_that_one_rank_initialises_are_the_same_on_all(ranks, by_constructor):
+    first, second = ranks(2).run(biases, by_constructor)
     assert first == second == [1.0, 2.0, 3.0, 4.0]

@@ -158,10 +158,11 @@ MERGED = [
 @pytest.mark.parametrize("kind", MERGED)
 def test_groups_with_hyper_parameters_of_their_own(ranks, world_size, precision, kind):
     for (unlimited, chunks), (limited, smaller_chunks) in ranks(world_size).run(kinds, kind, precision):
-        # Three groups, two sets of hyper-parameters. Foreach implementations need memory for all that one call updates.
-        assert chunks == 1 or "foreach" in kind or kind == "Adam"
+        # Three groups, two sets of hyper-parameters. Foreach implementations need memory for all that one call updates,
+        # and loops for one tensor more than the one that they are at.
+        assert chunks == 1 or "foreach" in kind or kind.startswith("Adam")
         assert unlimited <= 2 * chunks
-        assert smaller_chunks > chunks
+        assert smaller_chunks >= chunks
         assert limited <= 2 * smaller_chunks
 
 

@@ -22,6 +22,7 @@ def test_the_defaults_are_all_switches_on_and_no_expert_parallelism() -> None:
         "expert_parallel_size": None,
         "expert_parallel_preset": None,
         "router_bias_update_speed": None,
+        "tensor_parallel_size": None,
         "stock_semantics": False,
     }
 
@@ -37,10 +38,11 @@ def test_a_switch_is_a_bool(name: str, value: Any) -> None:
 
 
 # A bool is an int in Python; True would otherwise pass for one rank.
+@pytest.mark.parametrize("name", ["expert_parallel_size", "tensor_parallel_size"])
 @pytest.mark.parametrize("size", [True, False, "8", 8.0, [8]])
-def test_a_size_is_an_int(size: Any) -> None:
-    with pytest.raises(TypeError, match="expert_parallel_size="):
-        Zero3Options(expert_parallel_size=size)
+def test_a_size_is_an_int(name: str, size: Any) -> None:
+    with pytest.raises(TypeError, match=f"{name}="):
+        Zero3Options(**{name: size})
 
 
 @pytest.mark.parametrize("budget", [True, "1e9", 1e9, [8]])
@@ -60,13 +62,13 @@ def test_a_budget_is_1_byte_or_more(budget: int) -> None:
 
 
 @settings(deadline=None)
-@given(st.integers())
-def test_a_size_is_1_or_more(size: int) -> None:
+@given(st.sampled_from(["expert_parallel_size", "tensor_parallel_size"]), st.integers())
+def test_a_size_is_1_or_more(name: str, size: int) -> None:
     if size >= 1:
-        assert Zero3Options(expert_parallel_size=size).expert_parallel_size == size
+        assert getattr(Zero3Options(**{name: size}), name) == size
     else:
-        with pytest.raises(ValueError, match=f"expert_parallel_size={size}: .*1 or more"):
-            Zero3Options(expert_parallel_size=size)
+        with pytest.raises(ValueError, match=f"{name}={size}: .*1 or more"):
+            Zero3Options(**{name: size})
 
 
 @pytest.mark.parametrize("speed", [True, "0.001", [0.001]])

@@ -26,6 +26,8 @@ from lightning_zero3.ds_config import (
     expert_parallel_section,
     inference_config,
     settle_trainer_values,
+    tensor_parallel_section,
+    with_parallel_layers,
 )
 
 OPTIONS = Zero3Options()
@@ -743,3 +745,47 @@ def test_the_inference_config_shares_nothing_with_the_training_config(config: di
     before = copy.deepcopy(config)
     scribble(inference_config(config))
     assert config == before
+
+
+# --- Tensor parallelism ---
+
+
+def test_a_tensor_parallel_size_is_autotps() -> None:
+    config = complete({}, {}, Zero3Options(tensor_parallel_size=4))
+    assert config["tensor_parallel"] == {"autotp_size": 4}
+    assert tensor_parallel_section(config) == {"autotp_size": 4}
+    for one in (complete({}, {}, Zero3Options(tensor_parallel_size=1)), complete({}, {}, OPTIONS)):
+        assert tensor_parallel_section(one) is None
+
+
+def test_two_tensor_parallel_sizes_are_a_conflict() -> None:
+    with pytest.raises(ConfigConflictError, match=r"tensor_parallel_size=4, but .* tensor_parallel.autotp_size to 2"):
+        complete({"tensor_parallel": {"autotp_size": 2}}, {}, Zero3Options(tensor_parallel_size=4))
+
+
+def test_tensor_parallelism_with_whole_expert_sets_is_refused() -> None:
+    with pytest.raises(ConfigConflictError, match=r"tensor_parallel_size=2 with expert_parallel_size=1: .*2 or more"):
+        complete({}, {}, Zero3Options(tensor_parallel_size=2, expert_parallel_size=1))
+    complete({}, {}, Zero3Options(tensor_parallel_size=1, expert_parallel_size=1))
+
+
+def test_batches_are_counted_once_per_tensor_parallel_group() -> None:
+    config = complete({"train_batch_size": 8}, {}, Zero3Options(tensor_parallel_size=2))
+    trainer = SimpleNamespace(accumulate_grad_batches=2, gradient_clip_val=None)
+    arguments = {"trainer": trainer, "world_size": 4, "precision": "32-true"}
+    check_against_trainer(config, **arguments, micro_batch_size=2)
+    with pytest.raises(ConfigConflictError, match=r"train_batch_size to 8, .* 4 × .* 2 × 2 data-parallel ranks is 16"):
+        check_against_trainer(config, **arguments, micro_batch_size=4)
+    # DeepSpeed would count 4 ranks and refuse it.
+    settle_trainer_values(config)
+    assert "train_batch_size" not in config
+
+
+def test_what_is_found_out_about_a_model_goes_into_the_sections_and_changes_nothing_else() -> None:
+    config = complete({}, {}, Zero3Options(tensor_parallel_size=2, expert_parallel_size=2))
+    before = copy.deepcopy(config)
+    found = with_parallel_layers(config, experts={"preset_model": "mixtral"}, partition={"layer_specs": []})
+    assert config == before
+    assert found["expert_parallel"] == {"enabled": True, "autoep_size": 2, "preset_model": "mixtral"}
+    assert found["tensor_parallel"] == {"autotp_size": 2, "partition_config": {"layer_specs": []}}
+    assert with_parallel_layers(config) == config

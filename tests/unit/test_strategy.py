@@ -242,6 +242,34 @@ def test_an_evaluation_outside_of_fit_with_expert_parallelism():
     assert not torch.distributed.is_initialized()
 
 
+def test_tensor_parallel_sizes_that_fit_nothing():
+    module, data = language()
+    message = refused(ValueError, Zero3FastStrategy(tensor_parallel_size=4), module, data, devices=2)
+    assert "tensor_parallel_size=4 doesn't divide the 2 ranks" in message
+    message = refused(ValueError, Zero3FastStrategy(tensor_parallel_size=2), module, data, devices=2)
+    assert "doesn't divide num_key_value_heads of some_odd_name (Glm4MoeForCausalLM): 1." in message
+    message = refused(ValueError, Zero3FastStrategy(tensor_parallel_size=2), Regression(), Pairs(), devices=2)
+    assert "tensor_parallel_size is set, but Regression holds no Hugging Face model" in message
+
+
+def test_a_tensor_parallel_size_is_checked_before_a_model_is_built():
+    class Later(Language):
+        def configure_model(self) -> None:
+            raise AssertionError("too late")
+
+    message = refused(ValueError, Zero3FastStrategy(tensor_parallel_size=4), Later(None), Pairs(), devices=2)
+    assert "tensor_parallel_size=4 doesn't divide the 2 ranks" in message
+
+
+def test_an_evaluation_outside_of_fit_with_tensor_parallelism():
+    module, data = language(num_key_value_heads=2)
+    module.test_step = module.training_step
+    trainer = trainer_for(Zero3FastStrategy(tensor_parallel_size=2), devices=2)
+    with pytest.raises(NotImplementedError, match=r"outside of fit don't support tensor_parallel_size yet"):
+        trainer.test(module, DataLoader(data, batch_size=2))
+    assert not torch.distributed.is_initialized()
+
+
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [

@@ -120,3 +120,48 @@ def test_divisors_are_all_and_ascending(number: int) -> None:
     found = divisors(number)
     assert found == sorted(set(found))
     assert set(found) == {a for a in range(1, number + 1) for b in [number // a] if a * b == number}
+
+
+SPLIT_LAYOUTS = st.builds(
+    lambda groups, size: Topology(world_size=groups * size, tensor_parallel_size=size),
+    st.integers(1, 12),
+    st.integers(1, 12),
+)
+
+
+@settings(deadline=None)
+@given(SPLIT_LAYOUTS)
+def test_tensor_parallel_peers_see_one_batch_and_data_parallel_ranks_all_of_them(layout: Topology) -> None:
+    for rank in range(layout.world_size):
+        peers, lane = layout.tensor_parallel_ranks(rank), layout.data_parallel_ranks(rank)
+        assert rank in peers
+        assert rank in lane
+        assert len(peers) == layout.tensor_parallel_size
+        assert {layout.data_parallel_rank(peer) for peer in peers} == {layout.data_parallel_rank(rank)}
+        assert [layout.data_parallel_rank(other) for other in lane] == list(range(layout.data_parallel_size))
+
+
+@pytest.mark.parametrize(("world_size", "tensor", "experts"), [(4, 2, 2), (4, 2, 4), (8, 2, 4), (8, 4, 2), (12, 3, 4)])
+def test_the_layout_with_both_kinds_is_deepspeeds(world_size: int, tensor: int, experts: int) -> None:
+    from deepspeed.module_inject.auto_ep_folding import build_folding_spec, local_folding_ranks
+
+    layout = Topology(world_size, experts, tensor)
+    spec = build_folding_spec(world_size=world_size, pp_size=1, tp_size=tensor, ep_size=experts)
+    for rank in range(world_size):
+        assert local_folding_ranks(rank, spec) == {
+            "tp": layout.tensor_parallel_ranks(rank),
+            "dense_dp": layout.data_parallel_ranks(rank),
+            "ep": layout.expert_parallel_ranks(rank),
+            "edp": layout.expert_data_parallel_ranks(rank),
+        }
+
+
+def test_a_tensor_parallel_size_that_fits_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"tensor_parallel_size=4 doesn't divide the 6 ranks .*: 1, 2, 3, 6\."):
+        Topology(world_size=6, tensor_parallel_size=4)
+    with pytest.raises(ValueError, match="tensor_parallel_size=0: a whole number"):
+        Topology(world_size=6, tensor_parallel_size=0)
+    layout = Topology(world_size=8, tensor_parallel_size=4)
+    layout.require_divides(8, "heads")
+    with pytest.raises(ValueError, match=r"tensor_parallel_size=4 doesn't divide heads: 6\. .* 8 ranks: 1, 2\."):
+        layout.require_divides(6, "heads")

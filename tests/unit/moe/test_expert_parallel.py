@@ -33,7 +33,7 @@ from lightning_zero3.moe.expert_parallel import (
 )
 from lightning_zero3.moe.presets import UnsupportedModelError
 from lightning_zero3.topology import Topology
-from tests.models import build_glm, tiny_glm
+from tests.models import build, build_glm, tiny, tiny_composite, tiny_glm
 
 SECTION = {"enabled": True, "autoep_size": 2}
 TWO_OF_FOUR = Topology(world_size=4, expert_parallel_size=2)
@@ -141,10 +141,34 @@ def test_modules_with_a_config_of_another_kind_are_none(glm: Any, config: Any) -
     assert find_target(Holder(backbone=backbone)).path == "backbone.net"
 
 
-def test_a_requested_preset_is_taken(glm: Any) -> None:
-    assert find_target(Holder(net=glm), "mixtral").preset == "mixtral"
+def test_a_requested_preset_is_taken(dense_model: Any) -> None:
+    assert find_target(Holder(net=dense_model), "mixtral").preset == "mixtral"
     with pytest.raises(UnsupportedModelError, match="net: expert_parallel_preset='nonsense'"):
-        find_target(Holder(net=glm), "nonsense")
+        find_target(Holder(net=dense_model), "nonsense")
+
+
+@pytest.mark.parametrize("requested", available_preset_names())
+def test_minimax_m2_is_refused_whatever_preset_is_requested(minimax_m2: Any, requested: str) -> None:
+    # With mixtral's it would train another function, without a word.
+    with pytest.raises(UnsupportedModelError, match="net: No AutoEP preset computes model_type='minimax_m2'"):
+        find_target(Holder(net=minimax_m2), requested)
+
+
+@pytest.mark.parametrize(("family", "layers"), [("qwen3_5", 2), ("minimax", 2)])
+def test_the_text_model_inside_a_composite_is_found(family: str, layers: int) -> None:
+    if family == "minimax" and "minimax_m3" not in available_preset_names():
+        pytest.skip("the installed DeepSpeed has no preset for it")
+    target = find_target(Holder(net=build(tiny_composite(family))))
+    assert target.path == "net.model.language_model"
+    assert check_layers(target, SECTION, TWO_OF_FOUR) == layers
+    check_declared_configs(Holder(config=tiny_composite(family)), None, TWO_OF_FOUR)
+
+
+def test_a_model_without_a_head_is_no_other_case() -> None:
+    backbone = build_glm(tiny_glm(num_hidden_layers=3)).model
+    target = find_target(Holder(net=backbone))
+    assert target.module is backbone
+    assert check_layers(target, SECTION, TWO_OF_FOUR) == 2
 
 
 def test_a_dense_model_beside_it_is_no_obstacle(glm: Any, dense_model: Any) -> None:
@@ -183,8 +207,8 @@ def test_models_that_no_preset_computes_are_refused_with_what_to_pass(
     with pytest.raises(UnsupportedModelError) as why:
         find_target(Holder(net=request.getfixturevalue(family)))
     message = str(why.value)
-    assert message.startswith(f"net: No AutoEP preset is known to compute model_type='{family}'")
-    assert "pass it as expert_parallel_preset" in message
+    assert message.startswith(f"net: No AutoEP preset computes model_type='{family}'")
+    assert "register_preset" in message
     for name in available_preset_names():
         assert name in message
 
@@ -256,6 +280,15 @@ def test_other_errors_of_the_parser_come_through_as_they_are() -> None:
     assert not isinstance(why.value, NoMoELayerError)
 
 
+@pytest.mark.parametrize("name", ["router_jitter_noise", "router_z_loss_coef"])
+def test_what_autoeps_router_does_not_do_is_refused(name: str) -> None:
+    target = find_target(Holder(net=build(tiny("mixtral"))))
+    assert check_layers(target, SECTION, TWO_OF_FOUR) == 2
+    setattr(target.module.config, name, 0.1)
+    with pytest.raises(UnsupportedModelError, match=rf"{name}=0\.1 in the config of net \(Mixtral.*Set {name} to 0"):
+        check_layers(target, SECTION, TWO_OF_FOUR)
+
+
 def test_experts_that_cannot_be_shared_out_are_refused_with_sizes_that_work() -> None:
     model = build_glm(tiny_glm(n_routed_experts=6))
     with pytest.raises(ValueError, match="doesn't divide the 6 experts") as why:
@@ -290,7 +323,7 @@ def test_a_declared_config_whose_experts_cannot_be_shared_out_is_refused() -> No
 
 @pytest.mark.parametrize("config", [GptOssConfig(**SMALL), MiniMaxM2Config(**SMALL)], ids=lambda c: c.model_type)
 def test_a_declared_config_that_no_preset_computes_is_refused(config: Any) -> None:
-    with pytest.raises(UnsupportedModelError, match=f"model_type='{config.model_type}'.*expert_parallel_preset"):
+    with pytest.raises(UnsupportedModelError, match=f"model_type='{config.model_type}'.*register_preset"):
         check_declared_configs(Holder(config=config), None, TWO_OF_FOUR)
 
 

@@ -26,17 +26,32 @@ def test_model_types_that_deepspeed_names_get_its_preset(model_type: str, preset
     assert resolve_preset(model_type) == preset
 
 
-@pytest.mark.parametrize("model_type", ["glm4_moe"])
+@pytest.mark.parametrize("model_type", sorted(t for t, p in presets._PRESETS.items() if p in available_preset_names()))
 def test_our_own_types_get_a_preset_that_deepspeed_has_and_does_not_contradict(model_type: str) -> None:
     preset = resolve_preset(model_type)
     assert preset in available_preset_names()
     assert preset_name_for_hf_model_type(model_type) in (None, preset)
 
 
-@pytest.mark.parametrize("model_type", ["gpt_oss", "minimax_m2", "llama", "glm4_moe", ""])
+@pytest.mark.parametrize("model_type", ["somebodys_moe", "llama", ""])
 @pytest.mark.parametrize("requested", available_preset_names())
-def test_a_preset_that_the_user_requests_wins(model_type: str, requested: str) -> None:
+def test_a_preset_may_be_requested_for_a_type_of_which_nothing_is_known(model_type: str, requested: str) -> None:
     assert resolve_preset(model_type, requested) == requested
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "minimax_m2", "qwen3_5_moe", "minimax_m3_vl"])
+@pytest.mark.parametrize("requested", available_preset_names())
+def test_no_preset_may_be_requested_for_a_type_that_none_computes(model_type: str, requested: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"No AutoEP preset computes model_type='{model_type}'"):
+        resolve_preset(model_type, requested)
+
+
+@pytest.mark.parametrize(("model_type", "preset"), [("glm4_moe", "deepseek_v3"), ("mixtral", "mixtral")])
+def test_a_request_for_another_function_than_the_models_is_refused(model_type: str, preset: str) -> None:
+    assert resolve_preset(model_type, preset) == preset
+    with pytest.raises(UnsupportedModelError, match=f"computes another function.*preset is '{preset}': leave") as why:
+        resolve_preset(model_type, "qwen3_moe")
+    assert "register_preset" in str(why.value)
 
 
 @pytest.mark.parametrize("model_type", ["glm4_moe", "llama"])
@@ -59,23 +74,33 @@ def test_types_that_only_look_like_a_preset_are_refused_with_the_reason(model_ty
         resolve_preset(model_type)
 
 
-@pytest.mark.parametrize("model_type", ["gpt_oss", "minimax_m2", "llama", "something_new"])
-def test_a_refusal_says_what_to_pass(model_type: str) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "what_to_pass"),
+    [
+        ("llama", "pass it as expert_parallel_preset"),
+        ("something_new", "pass it as expert_parallel_preset"),
+        ("gpt_oss", "register one of DeepSpeed's presets"),
+        ("minimax_m2", "register one of DeepSpeed's presets"),
+        ("qwen3_5_moe", "pass the text-backbone"),
+        ("minimax_m3_vl", "pass the text-backbone"),
+    ],
+)
+def test_a_refusal_says_what_to_pass(model_type: str, what_to_pass: str) -> None:
     with pytest.raises(UnsupportedModelError) as why:
         resolve_preset(model_type)
     message = str(why.value)
     assert f"model_type={model_type!r}" in message
-    assert "pass it as expert_parallel_preset" in message
-    assert "leave expert_parallel_size out" in message
+    assert what_to_pass in message
+    assert "eave expert_parallel_size out" in message
     for name in available_preset_names():
         assert name in message
 
 
-def test_a_registered_type_is_resolved_and_a_requested_preset_still_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registered_type_is_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(presets, "_PRESETS", dict(presets._PRESETS))
     register_preset("gpt_oss", "mixtral")
     assert resolve_preset("gpt_oss") == "mixtral"
-    assert resolve_preset("gpt_oss", "qwen3_moe") == "qwen3_moe"
+    assert resolve_preset("gpt_oss", "mixtral") == "mixtral"
     assert resolve_preset("glm4_moe") == "deepseek_v3"
 
 

@@ -1,0 +1,46 @@
+"""Where the Hugging Face models are inside a user's module, at any depth and under any attribute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+Found = list[tuple[str, nn.Module]]
+
+
+def model_type(module: nn.Module) -> str:
+    """``config.model_type`` of a Hugging Face model."""
+    config: Any = module.config
+    return str(config.model_type)
+
+
+def find_models(root: nn.Module, suits: Callable[[nn.Module], bool]) -> tuple[Found, Found]:
+    """Find the outermost Hugging Face models of a kind.
+
+    A composite model (text and vision) that doesn't suit is looked into: its text model may.
+
+    Args:
+        root: Any module, usually a LightningModule.
+        suits: Whether a model is of the kind.
+
+    Returns:
+        Those that suit, and the outermost ones that don't, each with its dotted name.
+    """
+    found: Found = []
+    others: Found = []
+    for path, module in root.named_modules():
+        # A LightningModule may carry the config of the model that it holds: only a PreTrainedModel is a model.
+        if not hasattr(module, "save_pretrained") or not hasattr(module.config, "model_type") or _inside(path, found):
+            continue
+        if suits(module):
+            found.append((path, module))
+        elif not _inside(path, others):
+            others.append((path, module))
+    looked_into = [other for other in others if any(_inside(path, [other]) for path, _ in found)]
+    return found, [other for other in others if other not in looked_into]
+
+
+def _inside(path: str, outer: Found) -> bool:
+    return any(path.startswith(f"{name}.") or name == "" for name, _ in outer)
