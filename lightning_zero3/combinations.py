@@ -103,6 +103,12 @@ COMBINATIONS: tuple[Combination, ...] = (
         f"{_D}/test_router.py::test_biases_move_as_in_one_process",
     ),
     Combination(
+        "moved correction biases under tensor parallelism 2, alone and with expert parallelism 2, 2 ranks",
+        "tested",
+        "bit for bit one process's; TP 2 × EP 2 on 4 ranks in the slow suite",
+        f"{_D}/test_router.py::test_tensor_parallel_peers_move_alike",
+    ),
+    Combination(
         "moved correction biases in bf16, loaded in bf16, or with `buffer_dtype: bf16`",
         "tested",
         "fp32 all the same",

@@ -58,12 +58,14 @@ def run(
     module: pl.LightningModule,
     *,
     accumulate: int = 1,
+    tensor: int = 1,
     batches: int = BATCHES,
     ckpt_path: str | None = None,
     **options: Any,
 ) -> Any:
-    world = torch.distributed.get_world_size()
-    data = Sentences(64, length=2 * world * batches)
+    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    lanes = world // tensor
+    data = Sentences(64, length=2 * lanes * batches)
     trainer = pl.Trainer(
         **{
             "strategy": strategy,
@@ -77,16 +79,16 @@ def run(
             **options,
         }
     )
-    loader = Resumable(data, batch_size=2, sampler=DistributedSampler(data, shuffle=False))
+    loader = Resumable(data, batch_size=2, sampler=DistributedSampler(data, lanes, rank // tensor, shuffle=False))
     trainer.fit(module, loader, DataLoader(Sentences(64, length=6), batch_size=3), ckpt_path=ckpt_path)
     return trainer
 
 
 def by_hand(
-    family: str, accumulate: int, bad: tuple[int, ...] = ()
+    family: str, accumulate: int, bad: tuple[int, ...] = (), tensor: int = 1
 ) -> tuple[list[list[torch.Tensor]], list[list[int]]]:
     """One process on all ranks' tokens, in plain torch: biases and counts at the end of each batch."""
-    world = torch.distributed.get_world_size()
+    world = torch.distributed.get_world_size() // tensor
     ids = Sentences(64, length=2 * world * BATCHES).ids
     model = build(tiny(family))
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
@@ -110,20 +112,28 @@ def by_hand(
                 router._buffers[BIAS] += SPEED * torch.sign(load.mean() - load)
                 load.zero_()
         seen.append(biases_of(model))
-        counts.append(torch.cat(list(loads.values())).int().tolist())
+        # Tensor-parallel peers see the same tokens.
+        counts.append((tensor * torch.cat(list(loads.values()))).int().tolist())
     return seen, counts
 
 
-def compared(family: str, size: int | None, accumulate: int, checkpointing: bool | None, bad: tuple[int, ...]) -> Any:
+def compared(
+    family: str,
+    size: int | None,
+    accumulate: int,
+    checkpointing: bool | None,
+    bad: tuple[int, ...],
+    tensor: int | None = None,
+) -> Any:
     """Ours beside the reference, at the end of each batch."""
     module = Balanced(family, bad)
     if checkpointing is not None:
         module.some_odd_name.gradient_checkpointing_enable({"use_reentrant": checkpointing})
-    strategy = Zero3FastStrategy(expert_parallel_size=size, router_bias_update_speed=SPEED)
+    strategy = Zero3FastStrategy(expert_parallel_size=size, tensor_parallel_size=tensor, router_bias_update_speed=SPEED)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        run(strategy, module, accumulate=accumulate)
-    expected, counts = by_hand(family, accumulate, bad)
+        run(strategy, module, accumulate=accumulate, tensor=tensor or 1)
+    expected, counts = by_hand(family, accumulate, bad, tensor or 1)
     assert module.counts == counts
     assert len(module.biases) == len(expected) == BATCHES + 1
     for index, (ours, theirs) in enumerate(zip(module.biases, expected, strict=True)):
@@ -155,6 +165,12 @@ def test_biases_move_as_in_one_process(ranks, world_size, family, size, accumula
     """Tokens of all ranks and micro-batches count once, those of validation and of recomputed forwards never."""
     for moved in ranks(world_size).run(compared, family, size, accumulate, checkpointing, ()):
         assert moved == [(index + 1) % accumulate == 0 for index in range(BATCHES)]
+
+
+@pytest.mark.parametrize(("world_size", "size"), [(2, None), (2, 2), pytest.param(4, 2, marks=pytest.mark.slow)])
+def test_tensor_parallel_peers_move_alike(ranks, world_size, size):
+    for moved in ranks(world_size).run(compared, "glm", size, 2, None, (), 2):
+        assert moved == [index % 2 == 1 for index in range(BATCHES)]
 
 
 @pytest.mark.parametrize("size", [None, 2])
