@@ -95,6 +95,38 @@ COMBINATIONS: tuple[Combination, ...] = (
         f"{_D}/test_same_mathematics.py::test_one_rank_with_autoep_layers",
     ),
     Combination(
+        "correction biases that are moved (`router_bias_update_speed`): GLM-4.5, MiniMax-M3; without expert "
+        "parallelism, sizes 1 and 2; accumulation, activation checkpointing of both kinds, validation between steps; "
+        "1 and 2 ranks",
+        "tested",
+        "bit for bit one process's; 4 ranks in the slow suite",
+        f"{_D}/test_router.py::test_biases_move_as_in_one_process",
+    ),
+    Combination(
+        "moved correction biases under tensor parallelism 2, alone and with expert parallelism 2, 2 ranks",
+        "tested",
+        "bit for bit one process's; TP 2 × EP 2 on 4 ranks in the slow suite",
+        f"{_D}/test_router.py::test_tensor_parallel_peers_move_alike",
+    ),
+    Combination(
+        "moved correction biases in bf16, loaded in bf16, or with `buffer_dtype: bf16`",
+        "tested",
+        "fp32 all the same",
+        f"{_D}/test_router.py::test_biases_are_fp32_in_16_bit_training",
+    ),
+    Combination(
+        "moved correction biases in a model that has none",
+        "refused",
+        "",
+        "tests/unit/test_strategy.py::test_a_model_without_correction_biases",
+    ),
+    Combination(
+        "the auxiliary loss of Mixtral, Qwen3-MoE, Qwen3.5-MoE, MiniMax-M3 under expert parallel size 2",
+        "tested",
+        "in the loss with `output_router_logits=True`, as in Transformers; named where it is off",
+        f"{_D}/test_auxiliary_loss.py::test_the_loss_has_the_auxiliary_loss_in_it",
+    ),
+    Combination(
         "expert parallelism on 2 ranks; tensor parallelism 2; both, for the same models, fp32",
         "tested",
         "logits, losses and every gradient as Transformers' own in one process, within 1e-5",

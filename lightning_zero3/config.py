@@ -6,6 +6,7 @@ dict); these are only the options that this package adds.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -51,14 +52,16 @@ class Zero3Options:
         expert_parallel_size: Number of ranks that share one set of experts. ``None`` leaves the model's MoE layers as
             they are; 1 replaces them by AutoEP's layers with all experts on every rank.
         expert_parallel_preset: Name of DeepSpeed's AutoEP preset; ``None`` resolves it from the model's config.
+        router_bias_update_speed: How far a router's correction bias moves after each optimizer step, to even out the
+            experts' loads without an auxiliary loss; ``None`` leaves biases as they are.
         tensor_parallel_size: Number of consecutive ranks that share each layer and see the same data. ``None`` and 1
             leave layers whole.
         stock_semantics: Give exactly ``deepspeed_stage_3``'s numbers, its known faults included: none of the
             corrections that docs/corrections.md lists is applied.
 
     Raises:
-        TypeError: A switch is no bool, a size or a budget no int, or a preset no string.
-        ValueError: A size or a budget below 1, or a preset without a size.
+        TypeError: A switch is no bool, a size or a budget no int, a speed no number, or a preset no string.
+        ValueError: A size or a budget below 1, a speed that isn't above 0, or a preset without a size.
 
     >>> Zero3Options(expert_parallel_size=8).expert_parallel_size
     8
@@ -77,6 +80,7 @@ class Zero3Options:
     step_bytes_budget: int | None = None
     expert_parallel_size: int | None = None
     expert_parallel_preset: str | None = None
+    router_bias_update_speed: float | None = None
     tensor_parallel_size: int | None = None
     stock_semantics: bool = False
 
@@ -107,4 +111,12 @@ class Zero3Options:
         if preset is not None and self.expert_parallel_size is None:
             raise ValueError(
                 f"expert_parallel_preset={preset!r} without expert_parallel_size has no effect: pass both or neither."
+            )
+        speed = self.router_bias_update_speed
+        if speed is not None and (isinstance(speed, bool) or not isinstance(speed, int | float)):
+            raise TypeError(f"router_bias_update_speed={speed!r}: a number, or None to leave correction biases alone.")
+        if speed is not None and not 0 < speed < math.inf:
+            raise ValueError(
+                f"router_bias_update_speed={speed}: above 0 (DeepSeek-V3: 0.001), or None to leave correction biases "
+                "as they are."
             )

@@ -7,13 +7,18 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero3 import micro_steps
 from lightning_zero3.accumulation_schedule import allow_schedules
 from lightning_zero3.config import Zero3Options
+from lightning_zero3.moe import router
+from lightning_zero3.moe.expert_parallel import holds_a_model
 from lightning_zero3.skipped_steps import SkippedSteps
 from lightning_zero3.substitution import substituted
 
@@ -24,6 +29,7 @@ class SteppingStrategy(DeepSpeedStrategy):
     options: Zero3Options
     _micro_steps: micro_steps.MicroSteps | None = None
     _skipped_steps: SkippedSteps | None = None
+    _router_biases: router.RouterBiases | None = None
     _for_this_fit: ExitStack | None = None
 
     @property
@@ -55,7 +61,7 @@ class SteppingStrategy(DeepSpeedStrategy):
             return super().backward(closure_loss, optimizer, *args, **{"scale_wrt_gas": False, **kwargs})
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """As Lightning's; a step that the engine skips doesn't count.
+        """As Lightning's; a step that the engine skips doesn't count, and routers' biases move after one that it takes.
 
         Args:
             optimizer: The optimizer.
@@ -67,7 +73,9 @@ class SteppingStrategy(DeepSpeedStrategy):
             EndlessSkippingError: Too many steps in a row were skipped.
         """
         if self._micro_steps is None or self._skipped_steps is None:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+            self._move_router_biases()
+            return result
         close = self._micro_steps.close
 
         def closure_and_close() -> Any:
@@ -76,8 +84,22 @@ class SteppingStrategy(DeepSpeedStrategy):
             return result
 
         result = super().optimizer_step(optimizer, closure_and_close, model, **kwargs)
+        self._move_router_biases()
         self._skipped_steps.step_ended()
         return result
+
+    def _check_router_biases(self) -> None:
+        """Before process groups, where the model is built already."""
+        module = self.lightning_module
+        if self.options.router_bias_update_speed is None or module is None:
+            return
+        built = holds_a_model(module) or not is_overridden("configure_model", module, LightningModule)
+        if built and module.trainer.state.fn == TrainerFn.FITTING:
+            router.find_routers(module)
+
+    def _move_router_biases(self) -> None:
+        if self._router_biases is not None:
+            self._router_biases.step_ended()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """As Lightning's.
@@ -96,7 +118,7 @@ class SteppingStrategy(DeepSpeedStrategy):
         return self._skipped_steps is not None and self._skipped_steps.last_was_skipped
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """As Lightning's, with the engine's micro-steps.
+        """As Lightning's, with the engine's micro-steps and the token counts of a step that isn't complete.
 
         Args:
             checkpoint: What Lightning saves.
@@ -105,10 +127,12 @@ class SteppingStrategy(DeepSpeedStrategy):
         """
         if self._micro_steps is not None:
             checkpoint = {**checkpoint, micro_steps.SAVED: self._micro_steps.saved_state()}
+        if self._router_biases is not None:
+            checkpoint = {**checkpoint, router.SAVED: self._router_biases.saved_state()}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """As Lightning's, with the engine's micro-steps.
+        """As Lightning's, with what :meth:`save_checkpoint` adds.
 
         Args:
             checkpoint_path: Where.
@@ -117,17 +141,26 @@ class SteppingStrategy(DeepSpeedStrategy):
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         if self._micro_steps is not None:
             self._micro_steps.restore(checkpoint.get(micro_steps.SAVED))
+        if self._router_biases is not None:
+            self._router_biases.restore(checkpoint)
         return checkpoint
 
     def teardown(self) -> None:
         """As Lightning's; the Trainer's loops and callbacks get their own methods back."""
         if self._for_this_fit is not None:
             self._for_this_fit.close()
-        self._micro_steps = self._skipped_steps = self._for_this_fit = None
+        if self._router_biases is not None:
+            self._router_biases.close()
+        self._micro_steps = self._skipped_steps = self._for_this_fit = self._router_biases = None
         super().teardown()
 
     def _initialize_deepspeed_train(self, model: nn.Module) -> None:
+        speed = self.options.router_bias_update_speed
+        if speed is not None:
+            router.find_routers(model)  # a model that was built meanwhile, before it is partitioned and placed
         super()._initialize_deepspeed_train(model)
+        if speed is not None:
+            self._router_biases = router.RouterBiases(self.model, speed)
         if self.options.stock_semantics:
             return
         assert self.lightning_module is not None

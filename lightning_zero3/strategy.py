@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from lightning_zero3 import cpu_ops, ds_config, loaders, precision, process_exit, refusals, same_batches
 from lightning_zero3.checkpoint import load_consolidated
 from lightning_zero3.config import ConfigConflictError, Zero3Options
-from lightning_zero3.moe import expert_parallel, parallel_layers, tensor_parallel
+from lightning_zero3.moe import auxiliary_loss, expert_parallel, parallel_layers, tensor_parallel
 from lightning_zero3.moe.build import meta_tensors, refuse_meta_tensors
 from lightning_zero3.moe.sharded_build import sharded_build
 from lightning_zero3.optimizer.switches import Switches
@@ -65,6 +65,10 @@ class Zero3FastStrategy(SteppingStrategy):
             they are; 1 replaces them by AutoEP's layers with all experts on every rank. It must divide the number of
             ranks and of experts.
         expert_parallel_preset: Name of DeepSpeed's AutoEP preset; ``None`` resolves it from the model's config.
+        router_bias_update_speed: How far a router's correction bias (``e_score_correction_bias``) moves after each
+            optimizer step, to even out the experts' loads without an auxiliary loss, as DeepSeek-V3, GLM-4.5 and
+            MiniMax do (0.001, and 0 near the end of training). ``None`` leaves biases as they are. Works with and
+            without ``expert_parallel_size``.
         tensor_parallel_size: Number of consecutive ranks that share each layer and see the same data. ``None`` and 1
             leave layers whole. It must divide the number of ranks, of heads and the layers' widths.
         stock_semantics: Give exactly ``deepspeed_stage_3``'s numbers, its known faults included: none of the
@@ -93,6 +97,7 @@ class Zero3FastStrategy(SteppingStrategy):
         step_bytes_budget: int | None = None,
         expert_parallel_size: int | None = None,
         expert_parallel_preset: str | None = None,
+        router_bias_update_speed: float | None = None,
         tensor_parallel_size: int | None = None,
         stock_semantics: bool = False,
         **deepspeed_arguments: Any,
@@ -107,6 +112,7 @@ class Zero3FastStrategy(SteppingStrategy):
             step_bytes_budget=step_bytes_budget,
             expert_parallel_size=expert_parallel_size,
             expert_parallel_preset=expert_parallel_preset,
+            router_bias_update_speed=router_bias_update_speed,
             tensor_parallel_size=tensor_parallel_size,
             stock_semantics=stock_semantics,
         )
@@ -207,6 +213,7 @@ class Zero3FastStrategy(SteppingStrategy):
         if self.lightning_module is not None:
             refuse_meta_tensors(self.lightning_module)
         self._check_parallel_layers()
+        self._check_router_biases()
         # DeepSpeedStrategy's own method refuses anything but CUDA; its base class sets up the environment for any.
         super(DeepSpeedStrategy, self).setup_environment()
 
@@ -261,6 +268,8 @@ class Zero3FastStrategy(SteppingStrategy):
         assert isinstance(self.config, dict)
         refuse_meta_tensors(model)
         target, split, config = parallel_layers.targets(model, self.config, self.world_size)
+        if target is not None and self.options.router_bias_update_speed is None:
+            auxiliary_loss.warn_if_off(target.module, target.path)
         return build_training_engine(
             model,
             config=config,

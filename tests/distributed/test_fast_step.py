@@ -167,8 +167,9 @@ def test_groups_with_hyper_parameters_of_their_own(ranks, world_size, precision,
 
 
 def without_state() -> None:
+    # Sizes of whole vectors: sub-groups are updated as one tensor.
     engines = [
-        build(model := Trainable(), stock=stock, optimizer=torch.optim.SGD(model.parameters(), lr=1e-2))
+        build(model := Trainable((13, 64, 64, 7)), stock=stock, optimizer=torch.optim.SGD(model.parameters(), lr=1e-2))
         for stock in (True, False)
     ]
     stock_seen, seen = (steps_of(engine) for engine in engines)

@@ -21,6 +21,7 @@ def test_the_defaults_are_all_switches_on_and_no_expert_parallelism() -> None:
         "step_bytes_budget": None,
         "expert_parallel_size": None,
         "expert_parallel_preset": None,
+        "router_bias_update_speed": None,
         "tensor_parallel_size": None,
         "stock_semantics": False,
     }
@@ -68,6 +69,22 @@ def test_a_size_is_1_or_more(name: str, size: int) -> None:
     else:
         with pytest.raises(ValueError, match=f"{name}={size}: .*1 or more"):
             Zero3Options(**{name: size})
+
+
+@pytest.mark.parametrize("speed", [True, "0.001", [0.001]])
+def test_a_speed_is_a_number(speed: Any) -> None:
+    with pytest.raises(TypeError, match="router_bias_update_speed="):
+        Zero3Options(router_bias_update_speed=speed)
+
+
+@pytest.mark.parametrize("speed", [0, 0.0, -0.001, float("nan"), float("inf")])
+def test_a_speed_is_above_0(speed: float) -> None:
+    with pytest.raises(ValueError, match=r"router_bias_update_speed=.*above 0"):
+        Zero3Options(router_bias_update_speed=speed)
+
+
+def test_a_speed_is_kept() -> None:
+    assert Zero3Options(router_bias_update_speed=1).router_bias_update_speed == 1
 
 
 @pytest.mark.parametrize("preset", [1, True, ["deepseek_v3"]])

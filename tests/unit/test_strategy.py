@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_zero3 import ConfigConflictError, Zero3FastStrategy, Zero3Options
 from tests.fits import Language, Pairs, Regression, Sentences
-from tests.models import build_glm, tiny_glm
+from tests.models import build, build_glm, tiny, tiny_glm
 
 BARE: dict[str, Any] = {"zero_optimization": {"stage": 3}}
 
@@ -220,6 +220,12 @@ def test_a_dense_model():
     module, data = language(first_k_dense_replace=tiny_glm().num_hidden_layers)
     message = refused(ValueError, Zero3FastStrategy(expert_parallel_size=1), module, data)
     assert "no MoE layer in some_odd_name (Glm4MoeForCausalLM)" in message
+
+
+def test_a_model_without_correction_biases():
+    module = Language(build(tiny("mixtral")))
+    message = refused(ValueError, Zero3FastStrategy(router_bias_update_speed=0.001), module, Sentences(64))
+    assert "no router in Language (MixtralForCausalLM, model_type='mixtral') has a correction bias" in message
 
 
 def test_no_hugging_face_model():

@@ -1,0 +1,206 @@
+"""Balancing without an auxiliary loss: a router's correction bias moves by a fixed amount after each optimizer step.
+
+DeepSeek-V3 Technical Report (arXiv:2412.19437), section 2.1.2, after Wang et al. (arXiv:2408.15664): the bias is added
+to an expert's score for the choice of the top k only, not for the weight of its output. At the end of each step, an
+expert that got more than the mean number of tokens has its bias lowered by the update speed, one that got fewer has it
+raised::
+
+    bias[e] += speed * sign(mean(load) - load[e])
+
+with the loads of the whole batch: all micro-batches of all data-parallel ranks. GLM-4.5 and MiniMax's models are
+trained in the same way; Transformers has the bias (``e_score_correction_bias``) but never moves it.
+
+Upstream symbols: ``load_balance_coeff`` of the ``expert_parallel`` section, which AutoEP refuses for every model;
+``AutoEPMoELayer.tokens_per_expert``, which isn't used, because it also counts validation and the second forward of
+activation checkpointing; ``TokenChoiceTopKRouter``, whose histogram of each call is used (0.19.7, 0.19.8). In
+Transformers 5.24 a router returns the chosen experts last. Detected by tests; one that returns no choice is
+refused in its first forward. Expires when DeepSpeed moves the bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import distributed, nn
+
+from lightning_zero3.config import SetupError
+
+# Transformers' name for it in every model that has one.
+BIAS = "e_score_correction_bias"
+# In what Lightning saves next to DeepSpeed's own states.
+SAVED = "lightning_zero3_router_counts"
+
+
+class NoCorrectionBiasError(SetupError):
+    """Routers were to be balanced by their correction biases, but there are none that could be moved."""
+
+
+def find_routers(root: nn.Module) -> dict[str, nn.Module]:
+    """Find the routers that hold a correction bias, Transformers' own or AutoEP's.
+
+    Args:
+        root: Any module.
+
+    Returns:
+        Dotted name → router, in the model's order.
+
+    Raises:
+        NoCorrectionBiasError: There is none, or a bias is a parameter, which an optimizer may move.
+    """
+    routers = {path: module for path, module in root.named_modules() if module._buffers.get(BIAS) is not None}
+    parameters = [path for path, module in root.named_modules() if module._parameters.get(BIAS) is not None]
+    if parameters:
+        raise NoCorrectionBiasError(
+            f"router_bias_update_speed is set, but {parameters[0]}.{BIAS} is a parameter, partitioned by ZeRO Stage 3; "
+            "only a buffer can be moved after each step. Leave router_bias_update_speed out."
+        )
+    if not routers:
+        raise NoCorrectionBiasError(
+            f"router_bias_update_speed is set, but no router in {_described(root)} has a correction bias (a buffer "
+            f"{BIAS}, as in DeepSeek-V3, GLM-4.5 and MiniMax). Leave it out; Mixtral's and Qwen's models are balanced "
+            "by an auxiliary loss: set output_router_logits=True in the model's config."
+        )
+    return routers
+
+
+def _described(root: nn.Module) -> str:
+    held = [
+        f"{type(module).__name__}, model_type={module.config.model_type!r}"
+        for module in root.modules()
+        if hasattr(module, "save_pretrained") and hasattr(module.config, "model_type")
+    ]
+    return f"{type(root).__name__} ({held[0]})" if held else type(root).__name__
+
+
+class RouterBiases:
+    """Counts the tokens of each expert during one fit, and moves the biases after each optimizer step.
+
+    A token counts when a backward runs through its router's weights. So a forward of validation, or one whose loss is
+    never used, doesn't count, and activation checkpointing, which runs forward twice and backward once, counts once.
+    Routers below which nothing is trained get no backward, and their biases stay.
+
+    Args:
+        engine: A DeepSpeed engine, with AutoEP's layers in place if there are any.
+        speed: How far a bias moves in one step.
+
+    Raises:
+        NoCorrectionBiasError: See :func:`find_routers`.
+    """
+
+    def __init__(self, engine: Any, speed: float) -> None:
+        from deepspeed.moe.ep_router import TokenChoiceTopKRouter
+
+        self._engine = engine
+        self._speed = speed
+        self._steps = engine.global_steps
+        self._moved = False
+        routers = find_routers(engine.module)
+        self._routers = list(routers.values())
+        sizes = [bias.numel() for bias in self._biases()]
+        device = self._biases()[0].device
+        # One tensor for all layers, for one reduction and one update. Whole numbers: a mean of floats can hide a token.
+        self._counts = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+        self._sizes = torch.tensor(sizes, device=device)
+        self._layer_of = torch.arange(len(sizes), device=device).repeat_interleave(self._sizes)
+        self._hooks = [
+            router.register_forward_hook(partial(self._watch, path, counts, isinstance(router, TokenChoiceTopKRouter)))
+            for (path, router), counts in zip(routers.items(), self._counts.split(sizes), strict=True)
+        ]
+        self._begin_alike()
+
+    def _biases(self) -> list[torch.Tensor]:
+        # Asked each time: ``module.to`` and assignments put another tensor in a buffer's place.
+        return [getattr(router, BIAS) for router in self._routers]
+
+    def _begin_alike(self) -> None:
+        """In fp32 on every rank, whatever it was cast to, and with rank 0's values: updates are alike from there on."""
+        for bias in self._biases():
+            bias.data = bias.data.float()
+        if distributed.get_world_size() > 1:
+            packed = torch.cat(self._biases())
+            distributed.broadcast(packed, src=0)
+            torch._foreach_copy_(self._biases(), list(packed.split(self._sizes.tolist())))
+
+    def _watch(self, path: str, counts: torch.Tensor, is_autoep: bool, router: nn.Module, _: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        tensors = [value for value in output if torch.is_tensor(value)] if isinstance(output, tuple) else []
+        whole = [value for value in tensors if not value.is_floating_point()]
+        if not whole:
+            raise NoCorrectionBiasError(
+                f"router_bias_update_speed is set, but {path} ({type(router).__name__}) doesn't return the experts "
+                "that it has chosen, so their tokens can't be counted. Leave router_bias_update_speed out."
+            )
+        weights = [value for value in tensors if value.requires_grad]
+        if not weights:
+            return
+        seen: list[torch.Tensor] = [whole[-1] if is_autoep else _histogram(whole[-1], counts.numel())]
+
+        def backward_runs(_: torch.Tensor) -> None:
+            if seen:
+                counts.add_(seen.pop())
+
+        weights[-1].register_hook(backward_runs)
+
+    def step_ended(self) -> None:
+        """After a call of ``engine.step``: move the biases if that was a step, forget the counts if it was skipped."""
+        if self._engine.global_steps == self._steps:
+            return
+        self._steps = self._engine.global_steps
+        if self._engine.was_step_applied():
+            self._move()
+        self._counts.zero_()
+
+    def _move(self) -> None:
+        loads = self._over_ranks()
+        if not self._moved:
+            self._moved = True
+            if not loads.any():
+                rank_zero_warn(
+                    "router_bias_update_speed is set, but no backward ran through a router in the first step, so no "
+                    "correction bias has moved. Are the weights below all routers frozen?"
+                )
+        totals = torch.zeros_like(self._sizes).index_add_(0, self._layer_of, loads)
+        # sign(mean - load), without a division.
+        directions = torch.sign(totals[self._layer_of] - loads * self._sizes[self._layer_of])
+        moves = (directions.float() * self._speed).split(self._sizes.tolist())
+        torch._foreach_add_(self._biases(), list(moves))
+
+    def _over_ranks(self) -> torch.Tensor:
+        # Over all ranks: tensor-parallel peers count the same tokens, which multiplies loads and mean alike.
+        loads = self._counts.clone()
+        if distributed.get_world_size() > 1:
+            distributed.all_reduce(loads)
+        return loads
+
+    def saved_state(self) -> torch.Tensor:
+        """What a checkpoint needs beside the biases, which are in the model's state: a step's counts so far."""
+        return self._over_ranks().cpu()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint that has been loaded into the engine.
+
+        Args:
+            state: The checkpoint, perhaps of a run that moved no biases.
+        """
+        self._steps = self._engine.global_steps
+        self._counts.zero_()
+        counts = state.get(SAVED)
+        # They were added up over ranks, and will be once more.
+        if counts is not None and distributed.get_rank() == 0:
+            self._counts.copy_(counts)
+
+    def close(self) -> None:
+        """Stop counting."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _histogram(chosen: torch.Tensor, experts: int) -> torch.Tensor:
+    """How often each expert was chosen; unlike ``bincount``, a GPU needn't wait for it."""
+    flat = chosen.detach().reshape(-1).long()
+    return torch.zeros(experts, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
