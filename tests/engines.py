@@ -49,6 +49,7 @@ def build(
     from lightning_zero3.optimizer.stage3 import FastStage3Optimizer
 
     model = Trainable() if model is None else model
+    options = options or Zero3Options()
     full = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_allow_untested_optimizer": True,
@@ -77,7 +78,8 @@ def build(
             optimizer=optimizer,
             lr_scheduler=None,
             local_rank=torch.distributed.get_rank(),
-            switches=Switches.from_options(options or Zero3Options()),
+            switches=Switches.from_options(options),
+            leaf_modules=not options.stock_semantics,
             target=target,
         )
     assert isinstance(built, FastStage3Optimizer) is not stock

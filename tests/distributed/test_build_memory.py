@@ -87,6 +87,7 @@ def test_tensors_that_live_during_a_build(ranks, how, precision):
         assert seen["share"] < seen["peak"] <= allowed
 
 
+@pytest.mark.slow
 def test_resident_memory_during_a_build(ranks):
     for seen in ranks(2).run(resident, "from_config"):
         allowed = seen["share"] + 2 * seen["largest"] + RESIDENT_SLACK

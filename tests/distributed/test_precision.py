@@ -117,6 +117,7 @@ def what_is_said() -> dict[str, Any]:
     before = {name: b.clone() for name, b in glm.named_buffers()}
     kept = Watched()
     third = kept.fraction.clone()
+    unbuilt = Unbuilt()
     said = {
         "own buffer": warned(Watched(), Pairs(), {}, "bf16-true"),
         "own buffer, mixed": warned(Watched(), Pairs(), {}, "bf16-mixed"),
@@ -126,8 +127,9 @@ def what_is_said() -> dict[str, Any]:
         "router, mixed": warned(Language(build_glm(tiny_glm())), Sentences(64), {}, "bf16-mixed"),
         "router, fp32": warned(Language(build_glm(tiny_glm())), Sentences(64), {}, "32-true"),
         "adapters": warned(Adapted(), Sentences(64), {}, "bf16-true"),
-        "partitioned": warned(Unbuilt(), Pairs(), {}, "bf16-mixed"),
+        "partitioned": warned(unbuilt, Pairs(), {}, "bf16-mixed"),
         "buffers have their bits": all(torch.equal(before[name], b) for name, b in glm.named_buffers()),
+        "partitioned has its bits": torch.equal(unbuilt.inner.made_there, torch.arange(3.0) / 3),
         "kept has its bits": torch.equal(kept.fraction, third),
     }
     assert before
@@ -147,4 +149,5 @@ def test_what_is_rounded_is_named_and_what_can_be_kept_keeps_its_bits(ranks):
         assert "rounds buffers" not in said[case]
     assert said["buffers have their bits"]
     assert "lora_A" in said["adapters"]
-    assert "inner.made_there" in said["partitioned"]
+    assert said["partitioned"] == ""
+    assert said["partitioned has its bits"]
