@@ -82,12 +82,15 @@ class PeerBatchesStrategy(DeepSpeedStrategy):
             PeerBatchesError: Tensor-parallel peers have different ones.
         """
         batch = super().batch_to_device(batch, device, dataloader_idx)
-        trainer = getattr(self.lightning_module, "_trainer", None)
-        stage = None if trainer is None else trainer.state.stage
-        if stage is not None and (loader := (stage.dataloader_prefix, dataloader_idx)) not in self._compared:
-            self._compared |= {loader}
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        prefix = trainer.state.stage.dataloader_prefix if trainer.state.stage is not None else None
+        if prefix is not None and (prefix, dataloader_idx) not in self._compared:
+            self._compared |= {(prefix, dataloader_idx)}
             if self.parallel_layout.tensor_parallel_size > 1:
-                compare(batch, self.parallel_layout, *loader, warn=trainer.training and not trainer.overfit_batches)
+                # With overfit_batches Lightning gives all ranks the same.
+                warn = trainer.training and not trainer.overfit_batches  # type: ignore[attr-defined]
+                compare(batch, self.parallel_layout, prefix, dataloader_idx, warn)
         return batch
 
     def teardown(self) -> None:
@@ -128,7 +131,7 @@ def fingerprint(batch: Any) -> tuple[str, str]:
         words.append(f"{dtype} {tuple(tensor.shape)}" if plain else f"{dtype} {tensor.layout}")
         bits.update(words[-1].encode())
         if plain:
-            bits.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            bits.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return ", ".join(words[:_NAMED]) + (", …" if len(words) > _NAMED else "") or "no tensors", bits.hexdigest()
 
 

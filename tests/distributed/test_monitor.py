@@ -115,7 +115,7 @@ def test_one_gather_per_logged_step_and_none_on_others(ranks):
 
 
 def tokens(options: dict[str, Any], parallel: dict[str, int]) -> dict[str, float]:
-    config = tiny_glm()
+    config = tiny_glm(num_key_value_heads=2)
     trainer = fit(
         Language(build_glm(config, seed=1)),
         Sentences(config.vocab_size, sequence_length=16),

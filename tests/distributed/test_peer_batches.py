@@ -185,7 +185,9 @@ def rank_of_workers(kind: str) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PL_SEED_WORKERS", "1")
         module = fit(Seen(loader(kind, TRAIN), loader(kind, VAL)))
-        return module.trainer.train_dataloader.worker_init_fn.keywords["rank"]
+        used = module.trainer.train_dataloader
+        # On the loader that is watched, not on the one that watches.
+        return getattr(used, "_loader", used).worker_init_fn.keywords["rank"]
 
 
 @pytest.mark.parametrize("kind", ["lightning's sampler", "right stream"])
