@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_zero3.__about__ import __version__
 from lightning_zero3.config import ConfigConflictError, Zero3Options
 from lightning_zero3.metrics.callback import Zero3Monitor
+from lightning_zero3.moe.peer_batches import PeerBatchesError
 from lightning_zero3.optimizer.layer_norms import grad_norms
 from lightning_zero3.refusals import UnsupportedFeatureError
 from lightning_zero3.same_batches import UnequalBatchesError
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ConfigConflictError",
     "FastStage3Optimizer",
+    "PeerBatchesError",
     "UnequalBatchesError",
     "UnsupportedFeatureError",
     "Zero3FastStrategy",

@@ -169,6 +169,18 @@ COMBINATIONS: tuple[Combination, ...] = (
         f"{_D}/test_tensor_parallel.py::test_a_model_built_in_partitions_is_the_one_that_seed_gives",
     ),
     Combination(
+        "tensor parallelism, alone and with expert parallelism, × samplers, iterable data sets, dicts and tuples",
+        "tested",
+        "in fit and validation, peers see the same samples and data-parallel ranks different ones",
+        f"{_D}/test_peer_batches.py::test_peers_see_the_same_samples_and_data_parallel_ranks_different_ones",
+    ),
+    Combination(
+        "tensor parallelism: peers whose first batches differ",
+        "refused",
+        "in the first step, on all ranks",
+        f"{_D}/test_peer_batches.py::test_peers_with_different_batches_are_told_before_anything_is_computed",
+    ),
+    Combination(
         "tensor parallelism with offload, checkpoints, 16-bit or single files",
         "untested",
     ),

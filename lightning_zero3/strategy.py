@@ -27,6 +27,7 @@ from lightning_zero3.checkpoint import load_consolidated
 from lightning_zero3.config import ConfigConflictError, Zero3Options
 from lightning_zero3.moe import auxiliary_loss, expert_parallel, parallel_layers, tensor_parallel
 from lightning_zero3.moe.build import meta_tensors, refuse_meta_tensors
+from lightning_zero3.moe.peer_batches import PeerBatchesStrategy
 from lightning_zero3.moe.sharded_build import sharded_build
 from lightning_zero3.optimizer.switches import Switches
 from lightning_zero3.stepping import SteppingStrategy
@@ -36,7 +37,7 @@ from lightning_zero3.substitution import substituted
 DEPRECATED_CALLS = r"`torch\.distributed\.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated"
 
 
-class Zero3FastStrategy(SteppingStrategy):
+class Zero3FastStrategy(PeerBatchesStrategy, SteppingStrategy):
     """ZeRO Stage 3 with a faster, leaner optimizer step, and expert parallelism for Hugging Face MoE models.
 
     A drop-in for ``Trainer(strategy="deepspeed_stage_3")``: registered as ``"zero3_fast"``, and as
@@ -291,7 +292,8 @@ class Zero3FastStrategy(SteppingStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Make sure that all ranks have the same number of batches."""
-        return same_batches.made_sure_of(dataloader, self.lightning_module, self._timeout)
+        seeded = super().process_dataloader(dataloader)
+        return same_batches.made_sure_of(seeded, self.lightning_module, self._timeout)
 
     def _restore_zero_state(self, ckpt: Mapping[str, Any], strict: bool) -> None:
         if self.options.stock_semantics:

@@ -124,7 +124,10 @@ class Zero3Monitor(Callback):
         if steps_taken(engine) != self._engine_steps:
             values.update(read_engine_timers(engine))
         if self._tokens:
-            values[names.TOKENS_PER_SECOND] = float(self._tokens)
+            # Tensor-parallel peers see the same tokens, so the first of them counts.
+            layout, rank = getattr(trainer.strategy, "parallel_layout", None), trainer.global_rank
+            counts = layout is None or layout.tensor_parallel_ranks(rank)[0] == rank
+            values[names.TOKENS_PER_SECOND] = float(self._tokens) if counts else 0.0
         over_ranks = PackedOverRanks([names.BY_NAME[name].over_ranks for name in values]).to(device)
         over_ranks.update(list(values.values()))
         combined = dict(zip(values, over_ranks.compute(), strict=True))

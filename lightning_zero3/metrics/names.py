@@ -90,7 +90,8 @@ METRICS: tuple[MetricEntry, ...] = (
     MetricEntry(
         TOKENS_PER_SECOND,
         "1/s",
-        "Tokens of the optimizer step on all ranks, over the slowest rank's whole step.",
+        "Tokens of the optimizer step on all ranks, those that tensor-parallel peers share counted once, over the "
+        "slowest rank's whole step.",
         "sum",
         "tokens per second, all ranks",
     ),

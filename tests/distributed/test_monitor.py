@@ -114,12 +114,12 @@ def test_one_gather_per_logged_step_and_none_on_others(ranks):
     assert ranks(2).run(collectives, 3) == [(2, 2), (2, 2)]
 
 
-def tokens(options: dict[str, Any]) -> dict[str, float]:
-    config = tiny_glm()
+def tokens(options: dict[str, Any], parallel: dict[str, int]) -> dict[str, float]:
+    config = tiny_glm(num_key_value_heads=2)
     trainer = fit(
         Language(build_glm(config, seed=1)),
         Sentences(config.vocab_size, sequence_length=16),
-        Zero3FastStrategy(),
+        Zero3FastStrategy(**parallel),
         steps=4,
         callbacks=[Zero3Monitor()],
         **options,
@@ -128,14 +128,20 @@ def tokens(options: dict[str, Any]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("options", "micro_steps"),
-    [({}, 1), ({"accumulate_grad_batches": 3}, 3), ({"log_every_n_steps": 2}, 1)],
-    ids=["plain", "accumulated", "every other step"],
+    ("options", "parallel", "batches"),
+    [
+        ({}, {}, 2),
+        ({"accumulate_grad_batches": 3}, {}, 3 * 2),
+        ({"log_every_n_steps": 2}, {}, 2),
+        # Both ranks see the same batch.
+        ({}, {"tensor_parallel_size": 2}, 1),
+    ],
+    ids=["plain", "accumulated", "every other step", "tensor parallel"],
 )
-def test_tokens_per_second_are_of_all_ranks_over_the_slowest_step(ranks, options, micro_steps):
-    for metrics in ranks(2).run(tokens, options):
-        # Two ranks, two samples each, sixteen tokens each.
-        expected = micro_steps * 2 * 2 * 16 / (metrics[names.STEP_TOTAL] / 1e3)
+def test_tokens_per_second_are_of_all_ranks_over_the_slowest_step(ranks, options, parallel, batches):
+    for metrics in ranks(2).run(tokens, options, parallel):
+        # Two samples of sixteen tokens in each batch.
+        expected = batches * 2 * 16 / (metrics[names.STEP_TOTAL] / 1e3)
         assert metrics[names.TOKENS_PER_SECOND] == pytest.approx(expected, rel=1e-4)
 
 
