@@ -29,6 +29,8 @@ from lightning_zero3.loaders import length_is_exact, number_of_batches
 
 # One answer is worth 1 if it is yes, and this if it is no: the sum tells how many of each there are.
 _NO = 1 << 24
+# A watched loader's own attributes; all others are those of the loader that it watches.
+_OWN = frozenset({"_loader", "_store", "_prefix", "_remedy", "_timeout", "_rounds"})
 # Seconds between two looks at the store: the first few at once, since ranks mostly come together.
 _FIRST_LOOKS, _PAUSE = 20, 0.002
 _REMEDY = (
@@ -116,6 +118,13 @@ class WatchedLoader:
         if name == "_loader":  # a copy in the making
             raise AttributeError(name)
         return getattr(self._loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Lightning shuts a loader's persistent workers down, and makes it forget them by ``_iterator = None``.
+        if name in _OWN:
+            super().__setattr__(name, value)
+        else:
+            setattr(self._loader, name, value)
 
     def __len__(self) -> int:
         return len(self._loader)

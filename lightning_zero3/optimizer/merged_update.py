@@ -147,6 +147,7 @@ class MergedUpdate:
             calls: From :meth:`plan`.
         """
         optimizer, every_group = self.optimizer, self.optimizer.param_groups
+        units: list[Unit] = []
         try:
             for group, units in calls:
                 tensors = [unit.tensor for unit in units]
@@ -161,6 +162,10 @@ class MergedUpdate:
                 self._runs.spread(units)
         finally:
             optimizer.param_groups = every_group
+            for unit in units:
+                # After an exception in a call: a key that no group has would make state_dict() fail.
+                if unit.state is not None:
+                    optimizer.state.pop(unit.tensor, None)
         if self._counts_per_tensor:
             for group in every_group:
                 group.setdefault("step", 0)  # as FusedAdam leaves it in every group that it has stepped

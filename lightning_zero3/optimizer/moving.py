@@ -144,8 +144,9 @@ class MoveStates:
 
     def _moments(self) -> list[torch.Tensor]:
         states = (value for state in self.optimizer.state.values() for value in state.values())
-        # Step counters are single numbers, and some optimizers insist on where theirs is.
-        return [value for value in states if torch.is_tensor(value) and value.numel() > 1]
+        # Step counters are numbers without a dimension, and some optimizers insist on where theirs is. A moment of one
+        # element moves: it may lie in one storage with its neighbours', and would keep all of it on the device.
+        return [value for value in states if torch.is_tensor(value) and value.ndim > 0]
 
     def _host_copy_of_weights(self, device: str, pin_memory: bool, non_blocking: bool) -> torch.Tensor:
         # The name under which upstream keeps such a buffer for the next time, and unpins it in destroy().

@@ -223,9 +223,16 @@ def _bring_together(tensors: Sequence[torch.Tensor], memory: Callable[[int], Scr
         return False
     copies = through.take(sum(numels), first.dtype)
     torch.cat([tensor.detach().view(-1) for tensor in tensors], out=copies)
+    pieces = copies.split(numels)
     for tensor in tensors:
         tensor.data = torch.empty(0, dtype=first.dtype, device=first.device)
-    together = torch.empty_like(copies)
+    try:
+        together = torch.empty_like(copies)
+    except torch.OutOfMemoryError:
+        # There is as much as before, but not in one piece.
+        for tensor, piece in zip(tensors, pieces, strict=True):
+            tensor.data = piece.clone()
+        return False
     together.copy_(copies)
     for tensor, piece in zip(tensors, together.split(numels), strict=True):
         tensor.data = piece

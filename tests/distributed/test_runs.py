@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lightning_zero3.config import Zero3Options
+from lightning_zero3.substitution import substituted
 from tests.distributed.test_fast_step import state_of, steps_of
 from tests.engines import PRECISIONS, Trainable, assert_aliased, batch_of, build
 from tests.fits import assert_equal_bits
@@ -121,6 +122,78 @@ def apart_for_good() -> None:
 
 def test_what_differs_is_updated_one_by_one(ranks):
     ranks(1).run(apart_for_good)
+
+
+def interrupted(folder: str) -> None:
+    """Ctrl-C within the optimizer, then what Lightning does: a checkpoint."""
+    ours = engine_of("AdamW", **PRECISIONS["bf16 with fp32 masters"])
+    steps_of(ours, range(2))
+
+    from torch.optim import adam
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with substituted(adam, "adam", stop), pytest.raises(KeyboardInterrupt):
+        steps_of(ours, range(2, 3))
+    assert len(ours.optimizer.optimizer.state) == 8
+    ours.save_checkpoint(folder, tag="after")
+
+
+def test_a_checkpoint_after_an_interrupted_step(ranks, tmp_path):
+    ranks(1).run(interrupted, str(tmp_path))
+
+
+def no_room_in_one_piece() -> None:
+    stock, ours = pair("AdamW", **PRECISIONS["bf16 with fp32 masters"])
+    allocate, failed = torch.empty_like, []
+
+    def fragmented(like: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        if like.numel() > 128 * 128:  # more than the largest sub-group
+            failed.append(like.numel())
+            raise torch.OutOfMemoryError
+        return allocate(like, *arguments, **options)
+
+    with substituted(torch, "empty_like", fragmented):
+        agree(ours, stock, range(2))
+    assert failed
+    agree(ours, stock, range(2, 4))
+    assert ours.optimizer.updated_tensors < 8
+
+
+def test_memory_in_pieces_too_small_for_a_run_loses_nothing(ranks):
+    ranks(1).run(no_room_in_one_piece)
+
+
+class Scaled(Trainable):
+    def __init__(self) -> None:
+        super().__init__(DIMS)
+        self.scale = torch.nn.Parameter(torch.ones(1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) * self.scale.sum()
+
+
+def moved_with_one_element() -> list[tuple[int, int]]:
+    """A moment of one element is one of a run's; what it leaves on the device would be the whole run's memory."""
+    model = Scaled()
+    together = [model.net[2].weight, model.net[4].weight, model.scale]
+    rest = [parameter for parameter in model.parameters() if all(parameter is not other for other in together)]
+    optimizer = torch.optim.AdamW([{"params": together}, {"params": rest, "lr": 1e-3}], lr=1e-2)
+    ours = build(model, optimizer=optimizer, options=Zero3Options(step_bytes_budget=10**6), sub_group_size=1)
+    steps_of(ours, range(2))
+    optimizer = ours.optimizer
+    merged = optimizer.updated_tensors < len(optimizer.fp16_groups)
+    optimizer.offload_states(pin_memory=False)
+    moments = [optimizer.optimizer.state[master]["exp_avg"] for master in optimizer.fp32_partitioned_groups_flat]
+    assert merged
+    return [(moment.numel(), moment.untyped_storage().nbytes() // 4) for moment in moments]
+
+
+def test_a_moment_of_one_element_moves_with_its_neighbours(ranks):
+    (seen,) = ranks(1).run(moved_with_one_element)
+    assert 1 in dict(seen)
+    assert all(numel == stored for numel, stored in seen), seen
 
 
 def moved_and_resumed(folder: str) -> None:

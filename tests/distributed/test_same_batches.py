@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
@@ -248,8 +249,6 @@ def test_the_remedies_work(ranks):
 
 def alone() -> tuple[str, int, list[Any]]:
     """A rank that iterates by itself is told so; a loader's own attributes are still there; keys don't pile up."""
-    from datetime import timedelta
-
     store = torch.distributed.HashStore()
     options: dict[str, Any] = {"prefix": "val", "remedy": "", "timeout": timedelta(seconds=0.2)}
     inner = DataLoader(Stream(0, 8), batch_size=2)
@@ -276,3 +275,12 @@ def test_a_rank_that_iterates_alone_is_told_so(ranks):
         assert "Only 1 of 2 ranks have asked for batch 0 of the val loader" in message
         assert seen == [2, True]
         assert keys == [[True, False, False], [False, True, False], [False, False, True]]
+
+
+def test_persistent_workers_that_lightning_has_ended_are_started_again():
+    loader = DataLoader(Stream(0, 4), batch_size=2, num_workers=1, persistent_workers=True)
+    first = len(list(loader))
+    watched = WatchedLoader(loader, None, prefix="train", remedy="", timeout=timedelta(seconds=1))
+    CombinedLoader([watched]).reset()  # as at the end of a fit
+    assert loader._iterator is None
+    assert len(list(loader)) == first > 0
