@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import nn
 
 from lightning_zero3.moe.leaf_modules import LeafModuleError, find_expert_modules, mark_leaf_modules
@@ -120,11 +121,13 @@ def test_experts_in_one_tensor_need_nothing():
     assert not find_expert_modules(build_glm(tiny_glm()))
 
 
-def test_marks_are_set_said_and_kept(caplog):
+def test_marks_are_set_said_and_kept(caplog, monkeypatch):
+    # Whatever rank and levels other tests have left behind.
+    monkeypatch.setattr(rank_zero_only, "rank", 0, raising=False)
     root = Block(a=Block(experts=listed()), b=Block(experts=listed()), c=Block(inner=Block(experts=listed())))
     root.b._z3_leaf = False
     root.c._z3_leaf = True
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="lightning_utilities.core.rank_zero"):
         assert mark_leaf_modules(root, {}) == ["a"]
     assert "Experts in lists: a will be gathered" in caplog.text
     assert [root.a._z3_leaf, root.b._z3_leaf, root.c._z3_leaf] == [True, False, True]
