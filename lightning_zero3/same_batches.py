@@ -90,7 +90,7 @@ def made_sure_of(loader: Any, module: Any, timeout: timedelta | None) -> Any:
         )
         return loader
     store = PrefixStore(f"lightning_zero3/{prefix}/{answers[0][2]}", store)
-    return WatchedLoader(loader, store, prefix=prefix, remedy=remedy, timeout=timeout or default_pg_timeout)
+    return watched_class(loader)(loader, store, prefix=prefix, remedy=remedy, timeout=timeout or default_pg_timeout)
 
 
 class WatchedLoader:
@@ -176,3 +176,29 @@ class WatchedLoader:
         # Whoever has answered for this batch has seen all answers for the one before.
         if count and torch.distributed.get_rank() == 0:
             store.delete_key(str(count - 1))
+
+
+class WatchedStatefulLoader(WatchedLoader):
+    """One whose loader has a state to be saved: from Python 3.12 on a protocol's methods must stand in the class."""
+
+    def state_dict(self) -> Any:
+        """The loader's."""
+        return self._loader.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        """The loader's.
+
+        Args:
+            state: From :meth:`state_dict`.
+        """
+        self._loader.load_state_dict(state)
+
+
+def watched_class(loader: Any) -> type[WatchedLoader]:
+    """Which class watches a loader.
+
+    Args:
+        loader: Any loader.
+    """
+    stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    return WatchedStatefulLoader if stateful else WatchedLoader

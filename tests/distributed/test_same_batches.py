@@ -1,5 +1,6 @@
 """Loaders of every kind train as under a plain Trainer; unequal numbers of batches are an error on all ranks."""
 
+import inspect
 import itertools
 import time
 from datetime import timedelta
@@ -12,7 +13,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero3 import UnequalBatchesError, UnsupportedFeatureError, Zero3FastStrategy
-from lightning_zero3.same_batches import WatchedLoader
+from lightning_zero3.same_batches import WatchedLoader, watched_class
 from tests.fits import Pairs, Regression
 
 QUIET = {
@@ -284,3 +285,21 @@ def test_persistent_workers_that_lightning_has_ended_are_started_again():
     CombinedLoader([watched]).reset()  # as at the end of a fit
     assert loader._iterator is None
     assert len(list(loader)) == first > 0
+
+
+class WithState(Foreign):
+    def state_dict(self) -> dict[str, int]:
+        return {"at": 3}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.loaded = state
+
+
+def test_a_loaders_state_is_found_by_every_python():
+    # typing.Protocol looks like this from 3.12 on.
+    assert inspect.getattr_static(watched_class(Foreign(0, 2)), "state_dict", None) is None
+    inner = WithState(0, 2)
+    watched = watched_class(inner)(inner, None, prefix="train", remedy="", timeout=timedelta(seconds=1))
+    assert all(inspect.getattr_static(watched, name, None) for name in ("state_dict", "load_state_dict"))
+    watched.load_state_dict(watched.state_dict())
+    assert inner.loaded == {"at": 3}
