@@ -127,7 +127,7 @@ def test_marks_are_set_said_and_kept(caplog, monkeypatch):
     root = Block(a=Block(experts=listed()), b=Block(experts=listed()), c=Block(inner=Block(experts=listed())))
     root.b._z3_leaf = False
     root.c._z3_leaf = True
-    with caplog.at_level(logging.INFO, logger="lightning_utilities.core.rank_zero"):
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
         assert mark_leaf_modules(root, {}) == ["a"]
     assert "Experts in lists: a will be gathered" in caplog.text
     assert [root.a._z3_leaf, root.b._z3_leaf, root.c._z3_leaf] == [True, False, True]
