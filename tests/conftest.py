@@ -72,3 +72,15 @@ def ranks(_pools: dict[int, RankPool]) -> Callable[[int], RankPool]:
         return _pools.setdefault(world_size, RankPool(world_size))
 
     return get
+
+
+@pytest.fixture(autouse=True)
+def _no_copies_of_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning starts other ranks by running the same command again; under pytest that is the whole suite."""
+    launchers = sys.modules.get("lightning.pytorch.strategies.launchers.subprocess_script")
+    if launchers is not None:
+
+        def refuse(self: object) -> None:
+            raise AssertionError("a test starts this pytest command again as another rank: use the ranks fixture")
+
+        monkeypatch.setattr(launchers._SubprocessScriptLauncher, "_call_children_scripts", refuse)

@@ -242,6 +242,7 @@ def test_an_evaluation_outside_of_fit_with_expert_parallelism():
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.usefixtures("world_of_two")
 def test_tensor_parallel_sizes_that_fit_nothing():
     module, data = language()
     message = refused(ValueError, Zero3FastStrategy(tensor_parallel_size=4), module, data, devices=2)
@@ -252,6 +253,7 @@ def test_tensor_parallel_sizes_that_fit_nothing():
     assert "tensor_parallel_size is set, but Regression holds no Hugging Face model" in message
 
 
+@pytest.mark.usefixtures("world_of_two")
 def test_a_tensor_parallel_size_is_checked_before_a_model_is_built():
     class Later(Language):
         def configure_model(self) -> None:
@@ -261,6 +263,7 @@ def test_a_tensor_parallel_size_is_checked_before_a_model_is_built():
     assert "tensor_parallel_size=4 doesn't divide the 2 ranks" in message
 
 
+@pytest.mark.usefixtures("world_of_two")
 def test_an_evaluation_outside_of_fit_with_tensor_parallelism():
     module, data = language(num_key_value_heads=2)
     module.test_step = module.training_step
