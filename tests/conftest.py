@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -79,8 +80,10 @@ def _no_copies_of_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning starts other ranks by running the same command again; under pytest that is the whole suite."""
     launchers = sys.modules.get("lightning.pytorch.strategies.launchers.subprocess_script")
     if launchers is not None:
+        original = launchers._SubprocessScriptLauncher._call_children_scripts
 
-        def refuse(self: object) -> None:
-            raise AssertionError("a test starts this pytest command again as another rank: use the ranks fixture")
+        def only_this_process(self: Any) -> None:
+            assert self.num_processes == 1, "a test starts this pytest command again as another rank"
+            original(self)
 
-        monkeypatch.setattr(launchers._SubprocessScriptLauncher, "_call_children_scripts", refuse)
+        monkeypatch.setattr(launchers._SubprocessScriptLauncher, "_call_children_scripts", only_this_process)
