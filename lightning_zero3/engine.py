@@ -149,8 +149,7 @@ def build_inference_engine(module: nn.Module, *, config: Mapping[str, Any], loca
     """
     import deepspeed
 
-    if torch.distributed.get_world_size() > 1:
-        mark_leaf_modules(module, config)
+    _see_to_experts_in_lists(module, config, leaf_modules=True)
     tensor_parallel.forget_other_layouts(1)
     engine, _, _, _ = deepspeed.initialize(
         args=argparse.Namespace(device_rank=local_rank),

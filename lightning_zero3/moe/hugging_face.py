@@ -16,6 +16,11 @@ def model_type(module: nn.Module) -> str:
     return str(config.model_type)
 
 
+def is_model(module: nn.Module) -> bool:
+    """Whether a module is a Hugging Face model; a LightningModule may carry the config of the one that it holds."""
+    return hasattr(module, "save_pretrained") and hasattr(module.config, "model_type")
+
+
 def find_models(root: nn.Module, suits: Callable[[nn.Module], bool]) -> tuple[Found, Found]:
     """Find the outermost Hugging Face models of a kind.
 
@@ -31,8 +36,7 @@ def find_models(root: nn.Module, suits: Callable[[nn.Module], bool]) -> tuple[Fo
     found: Found = []
     others: Found = []
     for path, module in root.named_modules():
-        # A LightningModule may carry the config of the model that it holds: only a PreTrainedModel is a model.
-        if not hasattr(module, "save_pretrained") or not hasattr(module.config, "model_type") or _inside(path, found):
+        if not is_model(module) or _inside(path, found):
             continue
         if suits(module):
             found.append((path, module))

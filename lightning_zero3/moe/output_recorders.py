@@ -7,17 +7,16 @@ where Transformers computes its auxiliary loss from logits.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_zero3.capabilities import needs_output_recorders, output_recorders_break
+from lightning_zero3.moe.router_trial import WIDTH, try_router
 
 
 @contextmanager
@@ -103,17 +102,14 @@ def as_transformers_records(layers: Sequence[Any], model: nn.Module) -> list[Any
 
 def _gives_raw_logits(router_class: type[nn.Module], config: Any) -> bool:
     """Whether the first output of a router, which is what is recorded, is a plain product with its weight."""
-    small = copy.copy(config)
-    small.hidden_size = 4
-    try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            router: Any = router_class(small)
-            router.weight.normal_()
-            tokens = torch.randn(3, 4, dtype=router.weight.dtype)
-            return bool(torch.allclose(router(tokens)[0], tokens @ router.weight.T, atol=1e-4))
-    except (AttributeError, IndexError, RuntimeError, TypeError) as error:
-        rank_zero_warn(
-            f"{router_class.__name__} can't be tried out ({error}), so its logits are recorded as DeepSpeed's AutoEP "
-            "records them. If you train with the auxiliary loss, compare it with a run without expert_parallel_size."
-        )
-        return False
+
+    def is_the_product(router: Any) -> bool:
+        router.weight.normal_()
+        tokens = torch.randn(3, WIDTH, dtype=router.weight.dtype)
+        return bool(torch.allclose(router(tokens)[0], tokens @ router.weight.T, atol=1e-4))
+
+    otherwise = (
+        "its logits are recorded as DeepSpeed's AutoEP records them. If you train with the auxiliary loss, compare it "
+        "with a run without expert_parallel_size."
+    )
+    return try_router(router_class, config, is_the_product, otherwise)

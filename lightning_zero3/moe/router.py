@@ -28,6 +28,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import distributed, nn
 
 from lightning_zero3.config import SetupError
+from lightning_zero3.moe.hugging_face import is_model, model_type
 
 # Transformers' name for it in every model that has one.
 BIAS = "e_score_correction_bias"
@@ -68,12 +69,10 @@ def find_routers(root: nn.Module) -> dict[str, nn.Module]:
 
 
 def _described(root: nn.Module) -> str:
-    held = [
-        f"{type(module).__name__}, model_type={module.config.model_type!r}"
-        for module in root.modules()
-        if hasattr(module, "save_pretrained") and hasattr(module.config, "model_type")
-    ]
-    return f"{type(root).__name__} ({held[0]})" if held else type(root).__name__
+    held = next(filter(is_model, root.modules()), None)
+    if held is None:
+        return type(root).__name__
+    return f"{type(root).__name__} ({type(held).__name__}, model_type={model_type(held)!r})"
 
 
 class RouterBiases:

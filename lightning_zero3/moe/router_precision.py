@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
+
+from lightning_zero3.moe.router_trial import WIDTH, try_router
 
 
 class Fp32Gate(nn.Linear):
@@ -59,15 +59,9 @@ def compute_in_fp32(model: nn.Module, layers: list[str]) -> None:
 
 
 def _computes_in_fp32(router_class: type[nn.Module], config: Any) -> bool:
-    small = copy.copy(config)
-    small.hidden_size = 4
-    try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            router = router_class(small).to(torch.bfloat16)
-            return bool(router(torch.zeros(3, 4, dtype=torch.bfloat16))[0].dtype == torch.float32)
-    except (AttributeError, IndexError, RuntimeError, TypeError) as error:
-        rank_zero_warn(
-            f"{router_class.__name__} can't be tried out ({error}), so its logits are computed in the training dtype, "
-            "as DeepSpeed's AutoEP computes them."
-        )
-        return False
+    def logits_are_fp32(router: Any) -> bool:
+        logits = router.to(torch.bfloat16)(torch.zeros(3, WIDTH, dtype=torch.bfloat16))[0]
+        return bool(logits.dtype == torch.float32)
+
+    otherwise = "its logits are computed in the training dtype, as DeepSpeed's AutoEP computes them."
+    return try_router(router_class, config, logits_are_fp32, otherwise)

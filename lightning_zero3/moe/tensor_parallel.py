@@ -262,7 +262,11 @@ def forget_other_layouts(tensor_parallel_size: int) -> None:
         return
     if groups.mpu is groups:
         groups.mpu = None
-    for name in ("_TENSOR_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP"):
-        setattr(groups, name, None)
-    for name in ("_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE", "_MPU_TENSOR_MODEL_PARALLEL_RANK"):
+    for name in (
+        "_TENSOR_MODEL_PARALLEL_GROUP",
+        "_MODEL_PARALLEL_GROUP",
+        "_DATA_PARALLEL_GROUP",
+        "_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE",
+        "_MPU_TENSOR_MODEL_PARALLEL_RANK",
+    ):
         setattr(groups, name, None)

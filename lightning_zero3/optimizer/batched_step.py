@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,23 @@ class Chunk:
     numel: int
 
 
+@dataclass(frozen=True)
+class StepPlan:
+    """How a step is cut up, for as long as the idle memory and what the optimizer allocates stay as they are.
+
+    Args:
+        chunks: What is updated together.
+        rules: Which sub-groups may be updated as one tensor.
+        copies: Elements of the largest chunk's copies.
+        to_spare: Bytes that may be allocated beside them.
+    """
+
+    chunks: list[Chunk]
+    rules: RunRules
+    copies: int
+    to_spare: int
+
+
 class BatchOptimizerStep:
     """Mixin over a Stage-3 optimizer: upstream's loop over sub-groups ends in one update of all of them."""
 
@@ -71,7 +88,7 @@ class BatchOptimizerStep:
     _total_norm: Any = None
     _layouts: tuple[FlatLayout, FlatLayout] | None = None
     _update: MergedUpdate | None = None
-    _chunk_plans: dict[Any, list[Chunk]] | None = None
+    _plans: dict[Any, StepPlan] | None = None
     _stock_peak: int | None = None
     _said: frozenset[str] = frozenset()
 
@@ -162,47 +179,32 @@ class BatchOptimizerStep:
         masters = self.fp32_partitioned_groups_flat
         if self._update is None or self._update.optimizer is not self.optimizer:
             self._update = MergedUpdate(self.optimizer, masters, self.sub_group_to_group_id.__getitem__)  # type: ignore[attr-defined]
-            self._chunk_plans = {}
+            self._plans = {}
         factor = self._factor()
-        chunks = self._chunks(factor is not None)
-        self.step_chunks = len(chunks)
-        largest = max(chunk.numel for chunk in chunks)
-        rules = self._run_rules(factor is not None, largest * masters[0].element_size())
-        # Before gradients are copied: what is brought together goes through the same memory.
-        calls = [self._update.plan(chunk.sub_groups, rules) for chunk in chunks]
-        self.optimizer_calls = sum(map(len, calls))
-        self.updated_tensors = sum(len(units) for of_chunk in calls for _, units in of_chunk)
-        scratch = None
-        if largest:
-            wanted = largest * masters[0].element_size()
-            scratch = Scratch(idle_bytes(self), wanted, masters[0].device).take(largest, masters[0].dtype)
-        for chunk, of_chunk in zip(chunks, calls, strict=True):
-            units = [unit for _, units in of_chunk for unit in units]
-            self._set_gradients(chunk, units, factor, scratch)
-            self._update.step(of_chunk)
-            for unit in units:
-                unit.tensor.grad = None
-        self._copy_weights_back([unit for of_chunk in calls for _, units in of_chunk for unit in units])
-        self._let_go_of_gradients()
-
-    def _run_rules(self, scaled: bool, scratch: int) -> RunRules:
-        """Which sub-groups may be updated as one tensor, such that the step's peak stays at or below stock's."""
-        needs = [self._working_memory(index) for index in range(len(self.fp16_groups))]
         idle = idle_bytes(self)
-        from_idle = idle is not None and idle.numel() >= scratch
-        allowed = self.scratch_bytes_allowed() - (0 if from_idle else scratch)
-        weights, masters = self.fp16_partitioned_groups_flat, self.fp32_partitioned_groups_flat
+        plan = self._plan(factor is not None, idle)
 
         def memory(wanted: int) -> Scratch | None:
-            fits = wanted <= (idle.numel() if idle is not None else 0) or wanted <= allowed
+            fits = wanted <= max(plan.to_spare, 0 if idle is None else idle.numel())
             return Scratch(idle, wanted, masters[0].device) if fits else None
 
-        return RunRules(
-            max_bytes=self._most_in_a_loop(needs, 0 if from_idle else scratch),
-            copied=tuple(self._is_copied(index, scaled) for index in range(len(masters))),
-            movable=lambda index: weights[index] is not masters[index],
-            memory=memory,
-        )
+        # Before gradients are copied: what is brought together goes through the same memory.
+        calls = [self._update.plan(chunk.sub_groups, plan.rules, memory) for chunk in plan.chunks]
+        units = [[unit for _, of_call in of_chunk for unit in of_call] for of_chunk in calls]
+        self.step_chunks = len(plan.chunks)
+        self.optimizer_calls = sum(map(len, calls))
+        self.updated_tensors = sum(map(len, units))
+        scratch = None
+        if plan.copies:
+            wanted = plan.copies * masters[0].element_size()
+            scratch = Scratch(idle, wanted, masters[0].device).take(plan.copies, masters[0].dtype)
+        for chunk, of_chunk, together in zip(plan.chunks, calls, units, strict=True):
+            self._set_gradients(chunk, together, factor, scratch)
+            self._update.step(of_chunk)
+            for unit in together:
+                unit.tensor.grad = None
+        self._copy_weights_back(itertools.chain.from_iterable(units))
+        self._let_go_of_gradients()
 
     def _factor(self) -> Any:
         """What gradients are multiplied by: upstream's arithmetic, to the bit; None where it is 1."""
@@ -243,25 +245,36 @@ class BatchOptimizerStep:
         if factor is not None and in_place:
             torch._foreach_mul_(in_place, factor)
 
-    def _chunks(self, scaled: bool) -> list[Chunk]:
-        plans = self._chunk_plans
+    def _plan(self, scaled: bool, idle: torch.Tensor | None) -> StepPlan:
+        plans, masters = self._plans, self.fp32_partitioned_groups_flat
         assert plans is not None
-        key = (scaled, idle.numel() if (idle := idle_bytes(self)) is not None else 0)
+        idle_size = 0 if idle is None else idle.numel()
+        device = masters[0].device
+        needs = frozenset(working_memory(self.optimizer, group, device) for group in self.optimizer.param_groups)
+        key = (scaled, idle_size, needs)
         if key not in plans:
-            plans[key] = self._plan_chunks(scaled, key[1])
+            copied = [self._is_copied(index, scaled) for index in range(len(masters))]
+            chunks = self._cut(copied, idle_size, needs)
+            copies = max(chunk.numel for chunk in chunks)
+            beside = copies * masters[0].element_size()
+            beside = 0 if idle_size >= beside else beside
+            rules = RunRules(self._most_in_a_loop(needs, beside), copied, self._has_its_own_master)
+            plans[key] = StepPlan(chunks, rules, copies, self.scratch_bytes_allowed() - beside)
         return plans[key]
 
-    def _plan_chunks(self, scaled: bool, idle: int) -> list[Chunk]:
+    def _has_its_own_master(self, sub_group_id: int) -> bool:
+        weights = self.fp16_partitioned_groups_flat[sub_group_id]
+        return weights is not self.fp32_partitioned_groups_flat[sub_group_id]
+
+    def _cut(self, copied: Sequence[bool], idle: int, needs: Collection[WorkingMemory]) -> list[Chunk]:
         """Cut the sub-groups into chunks: by bytes of copied gradients, and by what the optimizer allocates."""
         masters = self.fp32_partitioned_groups_flat
         size = masters[0].element_size()
-        copied = [self._is_copied(index, scaled) for index in range(len(masters))]
         largest = size * max(master.numel() for master in masters)
         budget = self.switches.step_bytes_budget
         # Automatic: idle memory if there is enough; else what stock's copy of the largest sub-group takes.
         for_copies = budget if budget is not None else idle if idle >= largest else largest
         from_idle = idle >= for_copies
-        needs = [self._working_memory(index) for index in range(len(masters))]
         per_call = max(need.per_call for need in needs)
         # A loop keeps its result for one tensor until it has the next one's; a large one is called for by itself.
         alone = self._most_in_a_loop(needs, 0 if from_idle else for_copies)
@@ -286,7 +299,7 @@ class BatchOptimizerStep:
         chunks.append(self._chunk(range(first, len(masters)), copied))
         return chunks
 
-    def _most_in_a_loop(self, needs: Sequence[WorkingMemory], scratch: int) -> float:
+    def _most_in_a_loop(self, needs: Iterable[WorkingMemory], scratch: int) -> float:
         """Bytes of a tensor that may be one of several in a call to an optimizer that loops over them."""
         per_tensor = max(need.per_tensor for need in needs)
         if self.switches.step_bytes_budget is not None:
@@ -312,7 +325,7 @@ class BatchOptimizerStep:
         numel = sum(spans[index][1] - spans[index][0] for index in chosen)
         return Chunk(sub_groups, chosen, spans[chosen[0]][0] if one_piece else None, numel)
 
-    def _copy_weights_back(self, units: Sequence[Unit]) -> None:
+    def _copy_weights_back(self, units: Iterable[Unit]) -> None:
         """Masters into weights, where they are two tensors; bind the partitions again where they aren't bound."""
         assert self._layouts is not None
         weights, masters = self.fp16_partitioned_groups_flat, self.fp32_partitioned_groups_flat

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lightning_zero3.optimizer.runs import RunRules, Runs, Unit
+from lightning_zero3.optimizer.runs import Memory, RunRules, Runs, Unit
 from lightning_zero3.optimizer.step_memory import WorkingMemory
 
 
@@ -128,17 +128,18 @@ class MergedUpdate:
                 bucket[1].append(index)
         return list(found.values())
 
-    def plan(self, sub_groups: Iterable[int], rules: RunRules) -> list[tuple[Any, list[Unit]]]:
+    def plan(self, sub_groups: Iterable[int], rules: RunRules, memory: Memory) -> list[tuple[Any, list[Unit]]]:
         """What each call will update, before any gradient is set.
 
         Args:
             sub_groups: Which, ascending.
             rules: Which of them may be updated as one tensor.
+            memory: What apart tensors are brought together through.
 
         Returns:
             For each call, the parameter group whose hyper-parameters hold for all, and what is updated.
         """
-        return [(group, self._runs.units(members, rules)) for group, members in self.buckets(sub_groups)]
+        return [(group, self._runs.units(members, rules, memory)) for group, members in self.buckets(sub_groups)]
 
     def step(self, calls: Sequence[tuple[Any, list[Unit]]]) -> None:
         """Update the masters; each unit's tensor has its ``grad`` set.

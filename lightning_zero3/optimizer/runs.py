@@ -42,21 +42,23 @@ class Unit:
     state: dict[str, Any] | None = None
 
 
-@dataclass(frozen=True)
+# Bytes → memory to copy through, or None where there is none.
+Memory = Callable[[int], Scratch | None]
+
+
+@dataclass(frozen=True, eq=False)
 class RunRules:
-    """Which sub-groups may be in one run.
+    """Which sub-groups may be in one run. Made once for many steps, and known by identity.
 
     Args:
         max_bytes: Bytes of masters in one run; a single sub-group may have more.
         copied: Per sub-group, whether its gradients are copied; copies and originals don't lie together.
         movable: Per sub-group, whether its master may be given other storage (an alias' may not).
-        memory: Bytes → memory to copy through, or None where there is none.
     """
 
     max_bytes: float
     copied: Sequence[bool]
     movable: Callable[[int], bool]
-    memory: Callable[[int], Scratch | None]
 
 
 @dataclass
@@ -72,19 +74,20 @@ class Runs:
     masters: Sequence[torch.Tensor]
     _candidates: dict[Any, list[list[int]]] = field(default_factory=dict)
 
-    def units(self, members: Sequence[int], rules: RunRules) -> list[Unit]:
+    def units(self, members: Sequence[int], rules: RunRules, memory: Memory) -> list[Unit]:
         """Sub-groups of one set of hyper-parameters, as runs where they lie together or can be brought to.
 
         Args:
             members: Which, ascending.
             rules: Which of them may be in one run.
+            memory: What apart tensors are brought together through.
         """
-        key = (tuple(members), rules.max_bytes, tuple(rules.copied))
+        key = (tuple(members), rules)
         if key not in self._candidates:
             self._candidates[key] = self._split(members, rules)
         found: list[Unit] = []
         for candidate in self._candidates[key]:
-            run = self._join(candidate, rules) if len(candidate) > 1 else None
+            run = self._join(candidate, rules, memory) if len(candidate) > 1 else None
             found += [run] if run is not None else [Unit([index], self.masters[index]) for index in candidate]
         return found
 
@@ -139,7 +142,7 @@ class Runs:
             previous = index
         return found
 
-    def _join(self, members: Sequence[int], rules: RunRules) -> Unit | None:
+    def _join(self, members: Sequence[int], rules: RunRules, memory: Memory) -> Unit | None:
         """The members as one tensor with one state, or None where they have to be updated one by one."""
         masters = [self.masters[index] for index in members]
         states = [self.optimizer.state.get(master) or {} for master in masters]
@@ -160,18 +163,18 @@ class Runs:
             if values[0].ndim == 0:
                 joined = _join_counts(values)
             elif all(value.numel() == master.numel() for value, master in zip(values, masters, strict=True)):
-                joined = _join_vectors(values, rules.memory)
+                joined = _join_vectors(values, memory)
             else:
                 return None
             if joined is None:
                 return None
             state[name] = joined
         movable = all(map(rules.movable, members))
-        whole = _join_vectors(masters, rules.memory if movable else None)
+        whole = _join_vectors(masters, memory if movable else None)
         return None if whole is None else Unit(members, whole, state)
 
 
-def _join_vectors(tensors: Sequence[torch.Tensor], memory: Callable[[int], Scratch | None] | None) -> Any:
+def _join_vectors(tensors: Sequence[torch.Tensor], memory: Memory | None) -> Any:
     """One view of tensors that lie together, after bringing them together if there is memory to do that; or None."""
     if not lie_together(tensors) and (memory is None or not _bring_together(tensors, memory)):
         return None
@@ -212,7 +215,7 @@ def lie_together(tensors: Sequence[torch.Tensor]) -> bool:
     return ends[-1] - first.untyped_storage().data_ptr() <= first.untyped_storage().nbytes()
 
 
-def _bring_together(tensors: Sequence[torch.Tensor], memory: Callable[[int], Scratch | None]) -> bool:
+def _bring_together(tensors: Sequence[torch.Tensor], memory: Memory) -> bool:
     """Give tensors one storage, by way of other memory, so that no tensor is there twice while that happens."""
     first = tensors[0]
     if any(tensor.dtype is not first.dtype or tensor.device != first.device for tensor in tensors):
