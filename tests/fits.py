@@ -11,6 +11,14 @@ from torch.utils.data import DataLoader, Dataset
 
 import lightning_zero3  # noqa: F401  (registers the strategies)
 
+# A Trainer on CPUs that prints and writes nothing.
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 # Steps of a parity run: enough for moments, bias correction and persistence to matter.
 STEPS = 5
 
@@ -97,14 +105,10 @@ def fit(
     """Train for a few steps, without anything that prints or writes unless asked for."""
     trainer = pl.Trainer(
         **{
+            **QUIET,
             "strategy": strategy,
-            "accelerator": "cpu",
             "devices": torch.distributed.get_world_size(),
             "max_steps": steps,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
             "log_every_n_steps": 1,
             **options,
         }

@@ -8,15 +8,8 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from tests.fits import Pairs, Regression
+from tests.fits import QUIET, Pairs, Regression
 
-QUIET = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
 BATCHES = 5
 
 

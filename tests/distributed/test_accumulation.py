@@ -8,9 +8,9 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.utils.data import DataLoader
 
 from lightning_zero3 import Zero3FastStrategy
-from tests.distributed.reference import BATCHES, QUIET, Watched, compared, run, weights
+from tests.distributed.reference import BATCHES, Watched, compared, run, weights
 from tests.distributed.stock import StockOnCPU
-from tests.fits import Pairs, optimizer_of
+from tests.fits import QUIET, Pairs, optimizer_of
 
 SMALL = {"stage": 3, "sub_group_size": 100}
 OFFLOADED = {**SMALL, "offload_optimizer": {"device": "cpu"}}

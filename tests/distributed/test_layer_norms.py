@@ -10,17 +10,10 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_zero3 import Zero3FastStrategy, grad_norms
 from tests.engines import build, micro_step, norm_of
-from tests.fits import Language, Pairs, Regression, Sentences, fit, optimizer_of
+from tests.fits import QUIET, Language, Pairs, Regression, Sentences, fit, optimizer_of
 from tests.models import build_glm, tiny_glm
 
-QUIET = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "use_distributed_sampler": False,
-}
+OPTIONS = {**QUIET, "use_distributed_sampler": False}
 HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 
 
@@ -66,7 +59,7 @@ def fitted(strategy: Any, accumulate: int) -> Any:
         max_steps=3,
         accumulate_grad_batches=accumulate,
         gradient_clip_val=0.05,
-        **QUIET,
+        **OPTIONS,
     )
     data = Pairs(length=2 * world * 3 * accumulate)
     sampler = None if plain else DistributedSampler(data, shuffle=False)

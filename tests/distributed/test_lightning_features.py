@@ -13,17 +13,9 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_zero3 import UnsupportedFeatureError, Zero3FastStrategy
-from tests.fits import Pairs, Regression, Sentences, optimizer_of
+from tests.fits import QUIET, Pairs, Regression, Sentences, optimizer_of
 
-QUIET = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "use_distributed_sampler": False,
-    "max_epochs": 3,
-}
+OPTIONS = {**QUIET, "use_distributed_sampler": False, "max_epochs": 3}
 Make = Callable[[], pl.LightningModule]
 
 
@@ -162,7 +154,7 @@ FEATURES: dict[str, tuple[Make, dict[str, Any]]] = {
 def fitted(strategy: Any, make: Make, options: dict[str, Any]) -> pl.Trainer:
     world, plain = torch.distributed.get_world_size(), strategy == "auto"
     options = {name: value() if callable(value) else value for name, value in options.items()}
-    trainer = pl.Trainer(strategy=strategy, devices=1 if plain else world, **{**QUIET, **options})
+    trainer = pl.Trainer(strategy=strategy, devices=1 if plain else world, **{**OPTIONS, **options})
 
     def loader(length: int) -> DataLoader:
         data = Pairs(length=2 * world * length)
@@ -310,7 +302,7 @@ def lora(precision: str) -> dict[str, Any]:
     data = Sentences(64, length=2 * world * 4)
     for strategy in (ours(), "auto"):
         plain = strategy == "auto"
-        options = {**QUIET, "max_steps": 4, "precision": precision}
+        options = {**OPTIONS, "max_steps": 4, "precision": precision}
         trainer = pl.Trainer(strategy=strategy, devices=1 if plain else world, **options)
         module = Adapted()
         before = {name: p.detach().clone() for name, p in module.named_parameters()}

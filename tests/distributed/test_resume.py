@@ -12,10 +12,10 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelChec
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_zero3 import Zero3FastStrategy
-from tests.distributed.reference import BATCHES, QUIET, Watched
+from tests.distributed.reference import BATCHES, Watched
 from tests.distributed.test_accumulation import OFFLOADED, SMALL
 from tests.distributed.test_manual_steps import Manual
-from tests.fits import Pairs, assert_equal_bits, optimizer_of, tensors_of
+from tests.fits import QUIET, Pairs, assert_equal_bits, optimizer_of, tensors_of
 
 EPOCHS = 2
 

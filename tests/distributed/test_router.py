@@ -13,9 +13,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_zero3 import Zero3FastStrategy
 from lightning_zero3.moe.router import BIAS, NoCorrectionBiasError
-from tests.distributed.reference import QUIET
 from tests.distributed.test_resume import Resumable
-from tests.fits import Language, Sentences, assert_equal_bits, optimizer_of, tensors_of
+from tests.fits import QUIET, Language, Sentences, assert_equal_bits, optimizer_of, tensors_of
 from tests.models import build, tiny
 
 SPEED = 0.03

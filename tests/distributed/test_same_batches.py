@@ -14,16 +14,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero3 import UnequalBatchesError, UnsupportedFeatureError, Zero3FastStrategy
 from lightning_zero3.same_batches import WatchedLoader, watched_class
-from tests.fits import Pairs, Regression
+from tests.fits import QUIET, Pairs, Regression
 
-QUIET = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "max_epochs": 2,
-}
+OPTIONS = {**QUIET, "max_epochs": 2}
 DATA = Pairs(length=48)
 
 
@@ -109,7 +102,7 @@ def ours(**options: Any) -> pl.Trainer:
     zero = {"stage": 3, "sub_group_size": 100, "stage3_param_persistence_threshold": 20}
     strategy = Zero3FastStrategy({"zero_optimization": zero})
     options = {"use_distributed_sampler": False, **options}
-    return pl.Trainer(strategy=strategy, devices=torch.distributed.get_world_size(), **{**QUIET, **options})
+    return pl.Trainer(strategy=strategy, devices=torch.distributed.get_world_size(), **{**OPTIONS, **options})
 
 
 # Name → the loader of one rank, which has `count` samples from `start` on; batches of 2, of 1 where it says so.
@@ -162,7 +155,7 @@ def reference(world_size: int) -> list[list[float]]:
             return parts.mean()
 
     module = ByRank()
-    pl.Trainer(strategy="auto", devices=1, **QUIET).fit(module, Batches(batches))
+    pl.Trainer(strategy="auto", devices=1, **OPTIONS).fit(module, Batches(batches))
     return [list(losses) for losses in zip(*module.losses, strict=True)]
 
 

@@ -12,21 +12,20 @@ from lightning.pytorch.utilities import grad_norm
 from torch.utils.data import DataLoader
 
 from lightning_zero3 import UnsupportedFeatureError, Zero3FastStrategy
-from tests.fits import Pairs, Regression
-
-QUIET = {
-    "accelerator": "cpu",
-    "devices": 1,
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "max_steps": 1,
-}
+from tests.fits import QUIET, Pairs, Regression
 
 
 def trainer_of(tmp_path: Any = None, **options: Any) -> pl.Trainer:
-    return pl.Trainer(**{**QUIET, "strategy": Zero3FastStrategy(), "default_root_dir": tmp_path, **options})
+    return pl.Trainer(
+        **{
+            **QUIET,
+            "devices": 1,
+            "max_steps": 1,
+            "strategy": Zero3FastStrategy(),
+            "default_root_dir": tmp_path,
+            **options,
+        }
+    )
 
 
 def refused(module: pl.LightningModule, **options: Any) -> str:

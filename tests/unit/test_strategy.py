@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
 from torch.utils.data import DataLoader
 
 from lightning_zero3 import ConfigConflictError, Zero3FastStrategy, Zero3Options
-from tests.fits import Language, Pairs, Regression, Sentences
+from tests.fits import QUIET, Language, Pairs, Regression, Sentences
 from tests.models import build, build_glm, tiny, tiny_glm
 
 BARE: dict[str, Any] = {"zero_optimization": {"stage": 3}}
@@ -25,14 +25,10 @@ BARE: dict[str, Any] = {"zero_optimization": {"stage": 3}}
 def trainer_for(strategy: Any, **options: Any) -> pl.Trainer:
     return pl.Trainer(
         **{
+            **QUIET,
             "strategy": strategy,
-            "accelerator": "cpu",
             "devices": 1,
             "max_steps": 1,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
             **options,
         }
     )
