@@ -9,58 +9,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import (
-    AutoModelForCausalLM,
-    MixtralConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen3MoeConfig,
-)
-from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLTextConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLForCausalLM
-from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
 
 from lightning_zero3 import Zero3FastStrategy
 from tests.fits import Language, Sentences, fit
-from tests.models import tiny_glm
-
-_SMALL: dict[str, Any] = {
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "head_dim": 16,
-    "hidden_size": 32,
-    "initializer_range": 0.2,
-    "intermediate_size": 16,
-    "max_position_embeddings": 64,
-    "moe_intermediate_size": 16,
-    "num_attention_heads": 4,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "num_local_experts": 4,
-    "pad_token_id": None,
-    "vocab_size": 64,
-}
-FAMILIES = ("glm4_moe", "mixtral", "qwen3_moe", "qwen3_5_moe_text", "minimax_m3_vl_text")
-
-
-def config_of(family: str, **overrides: Any) -> PretrainedConfig:
-    small = {**_SMALL, **overrides}
-    if family == "glm4_moe":
-        return tiny_glm(**overrides)
-    if family == "mixtral":
-        return MixtralConfig(**{name: small[name] for name in small if name not in ("num_experts", "head_dim")})
-    if family == "qwen3_moe":
-        return Qwen3MoeConfig(**{name: small[name] for name in small if name != "num_local_experts"})
-    if family == "qwen3_5_moe_text":
-        linear = {"linear_key_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
-        layers = {"layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 24}
-        return Qwen3_5MoeTextConfig(**{**small, **linear, **layers, "linear_value_head_dim": 16})
-    sparse = {"index_block_size": 4, "index_head_dim": 16, "index_n_heads": 2, "index_topk_blocks": 2}
-    layers = {"layer_types": ["full_attention", "minimax_m3_sparse"], "mlp_layer_types": ["dense", "sparse"]}
-    sizes = {"dense_intermediate_size": 64, "rotary_dim": 8, "shared_intermediate_size": 24}
-    return MiniMaxM3VLTextConfig(**{**small, **sparse, **layers, **sizes})
+from tests.models import FAMILIES, tiny, tiny_glm
 
 
 def from_config(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
@@ -128,7 +82,7 @@ class Builds(Language):
 
 
 def built(family: str, folder: str, precision: str, weights: torch.dtype) -> tuple[list[str], list[float]]:
-    config = config_of(family)
+    config = tiny(family)
     with torch.device("meta"):
         _ON_META[config.model_type] = from_config(config)
     builds: list[tuple[str, Any, dict[str, Any]]] = [
@@ -153,7 +107,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
         if family not in folders:
             folder = tmp_path_factory.mktemp("pretrained") / family
             torch.manual_seed(3)
-            model = from_config(config_of(family))
+            model = from_config(tiny(family))
             with torch.no_grad():
                 for tensor in [*model.parameters(), *(b for n, b in model.named_buffers() if "bias" in n)]:
                     tensor.uniform_(-0.5, 0.5)
@@ -175,7 +129,7 @@ def test_models_in_partitions_have_the_values_of_whole_ones(ranks, checkpoint, f
 
 def test_checkpoints_hold_each_expert_apart(checkpoint):
     """So that loading has to join them."""
-    for family in ("glm4_moe", "mixtral", "qwen3_moe"):
+    for family in ("glm", "mixtral", "qwen3"):
         with safe_open(Path(checkpoint(family)) / "model.safetensors", "pt") as file:
             assert any(".experts.0." in name for name in file.keys()), family  # noqa: SIM118
 
@@ -262,7 +216,7 @@ def pretrained_and_shared(folder: str) -> list[list[float]]:
 
 
 def test_a_checkpoint_loaded_into_partitions_trains_with_its_experts_shared(ranks, checkpoint):
-    for whole_losses, losses in ranks(2).run(pretrained_and_shared, checkpoint("glm4_moe")):
+    for whole_losses, losses in ranks(2).run(pretrained_and_shared, checkpoint("glm")):
         assert losses == pytest.approx(whole_losses, abs=2e-5)
 
 
