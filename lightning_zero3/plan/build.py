@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,8 @@ from lightning_zero3.optimizer.switches import Switches
 from lightning_zero3.plan.models import PlannedModel
 from lightning_zero3.plan.settings import Setup
 from lightning_zero3.precision import check_precision
+
+_RATE = 1e-5  # any
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def build(setup: Setup, planned: PlannedModel) -> Built:
         engine, optimizer = build_training_engine(
             root,
             config=config,
-            optimizer=_modules_optimizer(root, setup),
+            optimizer=None if "optimizer" in config else torch.optim.AdamW(root.parameters(), lr=_RATE),
             lr_scheduler=None,
             local_rank=setup.rank % setup.devices,
             switches=Switches(),
@@ -88,12 +90,11 @@ def deepspeed_config(setup: Setup) -> dict[str, Any]:
     Args:
         setup: What run.
     """
-    size = setup.sub_group_size or (10**9 if setup.optimizer == "config" else 10**12)
     base: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": setup.micro_batch_size,
         "zero_optimization": {
             "stage": 3,
-            "sub_group_size": size,
+            "sub_group_size": setup.sub_group_size,
             "reduce_bucket_size": setup.reduce_bucket_size,
             "stage3_param_persistence_threshold": setup.persistence_threshold,
         },
@@ -102,9 +103,9 @@ def deepspeed_config(setup: Setup) -> dict[str, Any]:
         base["bf16"] = {"enabled": True}
     if setup.bf16_masters:
         base["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-    if setup.optimizer == "config":
+    if setup.optimizer == "deepspeed":
         # torch's AdamW: fused kernels of a GPU have the same groups and states.
-        base["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": True}}
+        base["optimizer"] = {"type": "AdamW", "params": {"lr": _RATE, "torch_adam": True}}
     options = Zero3Options(
         expert_parallel_size=setup.expert_parallel_size,
         expert_parallel_preset=setup.expert_parallel_preset,
@@ -113,19 +114,6 @@ def deepspeed_config(setup: Setup) -> dict[str, Any]:
     config = ds_config.complete(base, {}, options)
     check_precision(config, setup.precision)
     return config
-
-
-def _modules_optimizer(root: nn.Module, setup: Setup) -> Any:
-    if setup.optimizer == "config":
-        return None
-    if not setup.decay_groups:
-        return torch.optim.AdamW(root.parameters(), lr=1e-5)
-    groups: Mapping[bool, list[nn.Parameter]] = {True: [], False: []}
-    for parameter in root.parameters():
-        groups[len(getattr(parameter, "ds_shape", parameter.shape)) >= 2].append(parameter)
-    return torch.optim.AdamW(
-        [{"params": groups[True], "weight_decay": 0.1}, {"params": groups[False], "weight_decay": 0.0}], lr=1e-5
-    )
 
 
 @contextmanager

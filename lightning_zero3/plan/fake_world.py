@@ -5,13 +5,15 @@ a process group is global, and the process that asks for a plan may have one.
 
 Upstream symbols, all of them substituted here and nowhere else, and put back: the functions of ``torch.distributed``
 that send data; ``get_accelerator()``'s device functions on the CPU accelerator; ``defragment`` in ``stage3`` (through
-the host, whole); ``deepspeed.comm.torch.build_shm_op`` (compiles for CPU runs); ``auto_ep._gate_activation_matches`` (0.19.8; looks at numbers); ``FakeStore`` and the backend "fake" of
+the host, whole); ``deepspeed.comm.torch.build_shm_op`` (compiles for CPU runs); ``auto_ep._gate_activation_matches`` (0.19.8; looks at numbers);
+``zero.linear._get_autocast_dtype``; ``FakeStore`` and the backend "fake" of
 torch's own tests (torch 2.13; DeepSpeed 0.19.7, 0.19.8). A missing name raises. Expires when DeepSpeed can be set up
 without its peers.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -75,16 +77,20 @@ def fake_world(rank: int, world_size: int, local_size: int) -> Iterator[None]:
     with ExitStack() as scope:
         scope.enter_context(_environment(environment))
         scope.enter_context(_silent_process_group(rank, world_size))
-        scope.enter_context(_meta_accelerator())
+        # First: some modules ask for the accelerator when they are imported.
         import deepspeed
         from deepspeed.comm import comm
         from deepspeed.module_inject import auto_ep
-        from deepspeed.runtime.zero import stage3
+        from deepspeed.runtime.zero import linear, stage3
 
+        scope.enter_context(_meta_accelerator())
         comm_torch = importlib.import_module("deepspeed.comm.torch")  # the attribute of that name is torch itself
         scope.enter_context(substituted(comm_torch, "build_shm_op", lambda: None))
         scope.enter_context(substituted(stage3, "defragment", _laid_out))
         scope.enter_context(substituted(comm, "cdb", None))
+        # For routers that are tried out, on the host: there is no autocast on the meta device.
+        dtype_on_host = functools.partial(linear._get_autocast_dtype, "cpu")
+        scope.enter_context(substituted(linear, "_get_autocast_dtype", lambda _: dtype_on_host()))
         if hasattr(auto_ep, "_gate_activation_matches"):  # 0.19.8
             scope.enter_context(
                 substituted(auto_ep, "_gate_activation_matches", _on_the_host(auto_ep._gate_activation_matches))

@@ -10,7 +10,7 @@ from lightning_zero3.config import SetupError
 from lightning_zero3.topology import Topology
 
 Precision = Literal["32-true", "bf16-mixed", "bf16-true"]
-Optimizer = Literal["config", "module"]
+Optimizer = Literal["deepspeed", "torch"]
 # Beyond any cluster; ranks are listed one by one by DeepSpeed.
 _MOST_RANKS = 65_536
 # What an element's index, and a buffer's size, must fit into.
@@ -36,14 +36,12 @@ class Setup:
         sequence_length: Tokens of one sample.
         micro_batch_size: Samples of one micro-step on one data-parallel rank.
         recompute_activations: Whether layers are computed again in backward.
-        tiled_logits: Whether the loss is computed in tiles, so that logits never exist whole.
+        loss_tiles: Pieces in which logits and loss are computed; 1 is Transformers' own loss, with all logits at once.
         offload_optimizer: Whether masters and states live on the host.
         offload_parameters: Whether weight partitions live on the host.
-        optimizer: ``config``: AdamW named in the DeepSpeed config, whose groups AutoEP's cap cuts; ``module``: the
-            module's own ``configure_optimizers``.
-        decay_groups: Whether the module's optimizer has two groups, with and without weight decay (vectors).
-        sub_group_size: DeepSpeed's; None is 10⁹ with ``optimizer="config"`` (DeepSpeed's default) and 10¹² otherwise
-            (Lightning's).
+        optimizer: ``deepspeed``: AdamW named in the DeepSpeed config, whose groups of experts AutoEP's cap cuts;
+            ``torch``: one that the module's ``configure_optimizers`` makes, with one group.
+        sub_group_size: Elements of a rank's share after which a sub-group ends; DeepSpeed's default.
         reduce_bucket_size: DeepSpeed's, in elements.
         persistence_threshold: Parameters of fewer elements stay gathered (``stage3_param_persistence_threshold``).
         max_group_size: Cap in place of AutoEP's 178,956,971 elements of a group of experts; 0 is no cap; None leaves
@@ -68,12 +66,11 @@ class Setup:
     sequence_length: int = 8192
     micro_batch_size: int = 1
     recompute_activations: bool = True
-    tiled_logits: bool = False
+    loss_tiles: int = 1
     offload_optimizer: bool = False
     offload_parameters: bool = False
-    optimizer: Optimizer = "config"
-    decay_groups: bool = False
-    sub_group_size: int | None = None
+    optimizer: Optimizer = "deepspeed"
+    sub_group_size: int = 10**9
     reduce_bucket_size: int = 500_000_000
     persistence_threshold: int = 100_000
     max_group_size: int | None = None
@@ -95,6 +92,7 @@ class Setup:
             "tensor_parallel_size",
             "sequence_length",
             "micro_batch_size",
+            "loss_tiles",
             "sub_group_size",
             "reduce_bucket_size",
         ):
@@ -110,11 +108,6 @@ class Setup:
             raise SetupError(f"--rank {self.rank}: the ranks of this run are 0 to {self.world_size - 1}.")
         if self.bf16_masters and self.precision == "32-true":
             raise SetupError('--bf16_masters needs --precision bf16-mixed or bf16-true; with "32-true" all is fp32.')
-        if self.decay_groups and self.optimizer == "config":
-            raise SetupError(
-                "--decay_groups needs --optimizer module: an optimizer that is named in the DeepSpeed config has one "
-                "group."
-            )
         if self.expert_parallel_preset is not None and self.expert_parallel_size is None:
             raise SetupError("--expert_parallel_preset has no effect without --expert_parallel_size.")
         _ = self.topology  # sizes that don't divide

@@ -133,9 +133,9 @@ class Structure:
         optimizer_groups: Groups that the optimizer itself has.
         dtypes: Of weights, masters, states and gradients.
         aliased: Whether zero3_fast's alias makes weights and masters one tensor in this set-up.
-        stock_second_copy_bytes: What stock DeepSpeed keeps beside a weight partition although masters have its dtype;
-            0 where they differ (then the masters are no copy that could be saved).
-        second_copy_bytes: Masters as a storage of their own, whether they equal the weights' dtype or not: stock's.
+        second_copy_bytes: Of masters that stock DeepSpeed keeps beside weights of the same dtype, and that the alias
+            saves; 0 where the dtypes differ, since such masters are no copy.
+        masters_bytes: Of masters in a storage of their own, as in stock DeepSpeed; aliased ones take none.
         buckets: For gradients on their way.
         buffers_bytes: Of the model's buffers on this rank.
         norms: Process groups of the gradient norms.
@@ -152,8 +152,8 @@ class Structure:
     optimizer_groups: int
     dtypes: Dtypes
     aliased: bool
-    stock_second_copy_bytes: int
     second_copy_bytes: int
+    masters_bytes: int
     buckets: tuple[Bucket, ...]
     buffers_bytes: int
     norms: tuple[NormReduction, ...]
