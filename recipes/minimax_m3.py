@@ -53,8 +53,9 @@ ARCHITECTURE: dict[str, Any] = {
     "num_local_experts": 128,
     "num_experts_per_tok": 4,
     "routed_scaling_factor": 2.0,
+    # Without the auxiliary loss (0.001 in the published config, where it is off too).
     "output_router_logits": False,
-    "router_aux_loss_coef": 0.001,
+    "router_aux_loss_coef": 0.0,
     "router_jitter_noise": 0.0,
     "bos_token_id": 200034,
     "eos_token_id": 200020,

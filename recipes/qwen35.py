@@ -54,8 +54,9 @@ ARCHITECTURE: dict[str, Any] = {
     "shared_expert_intermediate_size": 1024,
     "num_experts": 512,
     "num_experts_per_tok": 10,
+    # Without the auxiliary loss (0.001 in the published config, where it is off too).
     "output_router_logits": False,
-    "router_aux_loss_coef": 0.001,
+    "router_aux_loss_coef": 0.0,
     "bos_token_id": None,
     "eos_token_id": 248044,
     "pad_token_id": None,
