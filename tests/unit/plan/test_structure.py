@@ -76,7 +76,9 @@ MINIMAX = {
 }
 
 
-@pytest.mark.parametrize("name", REPORTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param("GLM-4.5-Air, 4 layers", marks=pytest.mark.slow), "Qwen3.5, 26 layers"]
+)
 def test_the_reports_counts(name):
     options, expected = REPORTS[name]
     found = find_structure(Setup(**options))
@@ -153,7 +155,9 @@ def comparable(structure: dict[str, Any]) -> dict[str, Any]:
     return {**structure, "parameters": parameters, "model_parameters": None}
 
 
-@pytest.mark.parametrize(("family", "world"), [("glm", 2), ("qwen3_5", 2), ("glm", 1)])
+@pytest.mark.parametrize(
+    ("family", "world"), [("glm", 2), ("qwen3_5", 2), pytest.param("glm", 1, marks=pytest.mark.slow)]
+)
 def test_a_real_run_holds_what_is_planned(ranks, family, world):
     plan = planned(family, devices=world, expert_parallel_size=world)
     for seen in ranks(world).run(trained, family, world, False):
@@ -162,7 +166,7 @@ def test_a_real_run_holds_what_is_planned(ranks, family, world):
         assert seen["visits"] == plan.gradient_clear_visits_ours
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_stock_step_launches_and_visits_what_is_planned(ranks, world):
     plan = planned("glm", devices=world, expert_parallel_size=world)
     for seen in ranks(world).run(trained, "glm", world, True):
@@ -170,6 +174,7 @@ def test_a_stock_step_launches_and_visits_what_is_planned(ranks, world):
         assert seen["visits"] == plan.gradient_clear_visits_stock
 
 
+@pytest.mark.slow
 def test_a_cap_on_groups_of_experts_is_of_the_plan_alone():
     sizes = {"devices": 2, "expert_parallel_size": 2}
     as_it_is, capped = planned("glm", **sizes), planned("glm", **sizes, max_group_size=1)
@@ -183,6 +188,7 @@ def test_a_cap_on_groups_of_experts_is_of_the_plan_alone():
     )
 
 
+@pytest.mark.slow
 def test_what_training_refuses_is_refused_with_its_words(tmp_path):
     tiny("glm").save_pretrained(tmp_path)
     with pytest.raises(SetupError, match="doesn't divide the 8 experts"):
