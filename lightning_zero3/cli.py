@@ -71,9 +71,9 @@ def _as_parsed(given: Sequence[str], commands: Mapping[str, Callable[..., int]])
 
 
 def _said(error: BaseException) -> str:
-    """What is wrong, on one line; the parser's errors in this package's words.
+    r"""What is wrong, on one line; the parser's errors in this package's words.
 
-    >>> _said(ArgumentError(None, 'Parser key "nodes":\\n  Expected a <class \'int\'>. Got value: x'))
+    >>> _said(ArgumentError(None, 'Parser key "nodes":\n  Expected a <class \'int\'>. Got value: x'))
     "--nodes 'x': int is expected."
     """
     text = " ".join(str(error).split())

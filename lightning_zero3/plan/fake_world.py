@@ -1,14 +1,14 @@
 """One rank of a world that isn't there: no peers, no data, every tensor on the meta device.
 
-DeepSpeed's own set-up runs in it at any size. It is entered in a process of its own (:mod:`lightning_zero3.plan.child`):
-a process group is global, and the process that asks for a plan may have one.
+DeepSpeed's own set-up runs in it at any size. It is entered in a process of its own
+(:mod:`lightning_zero3.plan.child`): a process group is global, and the process that asks for a plan may have one.
 
 Upstream symbols, all of them substituted here and nowhere else, and put back: the functions of ``torch.distributed``
 that send data; ``get_accelerator()``'s device functions on the CPU accelerator; ``defragment`` in ``stage3`` (through
-the host, whole); ``deepspeed.comm.torch.build_shm_op`` (compiles for CPU runs); ``auto_ep._gate_activation_matches`` (0.19.8; looks at numbers);
-``zero.linear._get_autocast_dtype``; ``FakeStore`` and the backend "fake" of
-torch's own tests (torch 2.13; DeepSpeed 0.19.7, 0.19.8). A missing name raises. Expires when DeepSpeed can be set up
-without its peers.
+the host, whole); ``deepspeed.comm.torch.build_shm_op`` (compiles for CPU runs); ``auto_ep._gate_activation_matches``
+(0.19.8; looks at numbers); ``zero.linear._get_autocast_dtype``; ``FakeStore`` and the backend "fake" of torch's own
+tests (torch 2.13; DeepSpeed 0.19.7, 0.19.8). A missing name raises. Expires when DeepSpeed can be set up without its
+peers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ _SENDING = (
     "reduce_scatter",
     "reduce_scatter_tensor",
 )
-# Of the accelerator; each is asked for a device or tells whether a tensor is on it.
 _DEVICE = "meta"
 
 

@@ -37,7 +37,7 @@ def assemble(title: str, setup: Setup, structure: Structure, as_it_is: Structure
     }
     if as_it_is is not None:
         report["as_deepspeed_is"] = _counts(as_it_is)
-        report["max_group_size_means"] = _meaning(setup, structure, as_it_is)
+        report["max_group_size_means"] = _meaning(structure, as_it_is)
     return report
 
 
@@ -81,7 +81,7 @@ def _kinds(structure: Structure) -> list[dict[str, Any]]:
     ]
 
 
-def _meaning(setup: Setup, structure: Structure, as_it_is: Structure) -> dict[str, str]:
+def _meaning(structure: Structure, as_it_is: Structure) -> dict[str, str]:
     """What another cap would change, in words."""
     now, then = len(as_it_is.sub_groups), len(structure.sub_groups)
     if now == then:

@@ -33,7 +33,8 @@ def folder_with(folder: Path, text: object) -> str:
 
 def test_the_reports_glm_on_a_laptop():
     command = [sys.executable, "-c", WITH_MEMORY]
-    arguments = "plan --recipe glm45air --nodes 4 --devices 8 --expert-parallel-size 8 --json".split()
+    sizes = ["--nodes", "4", "--devices", "8", "--expert-parallel-size", "8"]
+    arguments = ["plan", "--recipe", "glm45air", *sizes, "--json"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -76,9 +76,7 @@ MINIMAX = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("GLM-4.5-Air, 4 layers", marks=pytest.mark.slow), "Qwen3.5, 26 layers"]
-)
+@pytest.mark.parametrize("name", [pytest.param("GLM-4.5-Air, 4 layers", marks=pytest.mark.slow), "Qwen3.5, 26 layers"])
 def test_the_reports_counts(name):
     options, expected = REPORTS[name]
     found = find_structure(Setup(**options))
@@ -183,8 +181,9 @@ def test_a_cap_on_groups_of_experts_is_of_the_plan_alone():
     setup = Setup(model="any", **sizes, max_group_size=1)
     report = assemble("tiny", setup, capped, as_it_is)
     assert report["as_deepspeed_is"]["sub_groups"] == len(as_it_is.sub_groups)
-    assert f"{len(capped.sub_groups)} sub-groups instead of {len(as_it_is.sub_groups)}" in (
-        report["max_group_size_means"]["checkpoint"]
+    assert (
+        f"{len(capped.sub_groups)} sub-groups instead of {len(as_it_is.sub_groups)}"
+        in (report["max_group_size_means"]["checkpoint"])
     )
 
 
