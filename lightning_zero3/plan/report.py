@@ -88,8 +88,8 @@ def _meaning(structure: Structure, as_it_is: Structure) -> dict[str, str]:
         checkpoint = "The same: sub-groups are those of a run without this change."
     else:
         checkpoint = (
-            f"Another layout: a checkpoint's optimizer shards are lists of {then} sub-groups instead of {now}, so a "
-            "run of one kind can't take them from a run of the other."
+            "Another layout: in a checkpoint, masters and moments are one list entry per sub-group, "
+            f"{then} sub-groups instead of {now}."
         )
     before, after = _largest_gradient_bytes(as_it_is) / GIB, _largest_gradient_bytes(structure) / GIB
     bucket = sum(ELEMENT_BYTES[b.dtype] * b.elements for b in structure.buckets) / GIB
