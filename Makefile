@@ -22,7 +22,8 @@ OLD_TESTS := tests/unit/test_capabilities.py tests/distributed/test_grad_clear.p
   tests/distributed/test_step_paths.py tests/distributed/test_master_alias.py tests/distributed/test_same_as_stock.py \
   tests/distributed/test_capabilities.py tests/distributed/test_edits.py tests/distributed/test_missing_gradients.py \
   tests/distributed/test_checkpoint.py tests/distributed/test_moving.py tests/distributed/test_layouts.py tests/distributed/test_accumulation.py \
-  tests/distributed/test_manual_steps.py tests/distributed/test_resume.py tests/distributed/test_skipped_steps.py
+  tests/distributed/test_manual_steps.py tests/distributed/test_resume.py tests/distributed/test_skipped_steps.py tests/unit/plan/test_structure.py \
+  tests/unit/plan/test_command.py
 VERSIONS_ARGS ?=
 
 # DeepSpeed compiles small C++ ops on first use. One folder per environment keeps builds for different torch

@@ -25,7 +25,8 @@ def try_router(router_class: type[nn.Module], config: Any, question: Callable[[A
     small = copy.copy(config)
     small.hidden_size = WIDTH
     try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
+        # On the host, whatever the default device: on the meta device there would be nothing to see.
+        with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
             return question(router_class(small))
     except (AttributeError, IndexError, RuntimeError, TypeError) as error:
         rank_zero_warn(f"{router_class.__name__} can't be tried out ({error}), so {otherwise}")

@@ -94,22 +94,21 @@ class NormPlan:
                     if every_rank or is_model_parallel_parameter(parameter) or optimizer.model_parallel_rank == 0
                 ]
             )
-        self._order = [index for _, members in classes.values() for index in members]
+        self.order = [index for _, members in classes.values() for index in members]
         self.reductions: list[tuple[list[Any], int, int]] = []
         start = 0
         for groups, members in classes.values():
             self.reductions.append((groups, start, start + len(members)))
             start += len(members)
         self._counted = [
-            None if len(counted[index]) == len(optimizer.fp16_groups[index]) else counted[index]
-            for index in self._order
+            None if len(counted[index]) == len(optimizer.fp16_groups[index]) else counted[index] for index in self.order
         ]
-        numels = [int(optimizer.fp16_groups[i][k].partition_numel()) for i in self._order for k in counted[i]]
+        numels = [int(optimizer.fp16_groups[i][k].partition_numel()) for i in self.order for k in counted[i]]
         self._alike = _alike(numels, rows=self.device.type == "cpu")
         self._where = self._index([k for positions in self._alike for k in positions])
-        bounds = list(itertools.accumulate((len(counted[i]) for i in self._order), initial=0))
+        bounds = list(itertools.accumulate((len(counted[i]) for i in self.order), initial=0))
         self._sums = self._same_count(bounds)
-        self._back = None if self._order == sorted(self._order) else self._index(self._order)
+        self._back = None if self.order == sorted(self.order) else self._index(self.order)
 
     def sums_of_squares(
         self, gradients: Mapping[int, Sequence[torch.Tensor]], idle: torch.Tensor | None, allowed: int
@@ -125,10 +124,10 @@ class NormPlan:
             1-D, in the norm's dtype, in the order of :attr:`reductions`.
         """
         flat: list[torch.Tensor] = []
-        for index, positions in zip(self._order, self._counted, strict=True):
+        for index, positions in zip(self.order, self._counted, strict=True):
             of_sub_group = gradients[index]
             flat.extend(of_sub_group if positions is None else [of_sub_group[k] for k in positions])
-        sums = torch.zeros(len(self._order), dtype=self.dtype, device=self.device)
+        sums = torch.zeros(len(self.order), dtype=self.dtype, device=self.device)
         if not flat:
             return sums
         # One number per parameter, three times over, then room for gradients that are made rows of a matrix.

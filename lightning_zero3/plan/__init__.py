@@ -1,0 +1,1 @@
+"""What a run at its true scale will be like, found out without its GPUs."""
