@@ -1,11 +1,15 @@
 """Bytes that one rank's collectives move in a step, by kind: what DeepSpeed sends for a given structure.
 
-What isn't modelled: the gathers by which tensor-parallel peers put an MoE layer's output together again, hpZeRO,
-quantised gathers, and barriers.
+Exact where no weight, or every weight, stays gathered between forward and backward; in between, a few modules at the
+edge of DeepSpeed's reuse distance are counted that it keeps. Not modelled: the gathers by which tensor-parallel peers put an
+MoE layer's output together again, their sums of the gradients of q_norm and k_norm, the second gather of a
+convolution's weights in Qwen's linear attention, hpZeRO, quantised gathers, and barriers.
 """
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -77,15 +81,18 @@ def traffic_of(
     weight, reduced = (ELEMENT_BYTES[name] for name in (structure.dtypes.weights, structure.dtypes.reductions))
     parted = [p for p in structure.parameters if p.group_size > 1]
     gathered = [p for p in parted if not p.persistent]
-    again = _gathered_again(structure.parameters, max_reuse_distance)
+    reduced_ones = [p for p in parted if p.requires_grad and not _only_chooses(p)]
+    again = _gathered_again(structure.parameters, max_reuse_distance, recompute)
     found = [
         *_by_group("weights, forward", "all-gather", gathered, weight * micro_steps, world_size),
         *_by_group(
-            "weights, backward", "all-gather", [p for p in gathered if p.name in again], weight * micro_steps, world_size
+            "weights, backward",
+            "all-gather",
+            [p for p in gathered for _ in range(again[p.name])],
+            weight * micro_steps,
+            world_size,
         ),
-        *_by_group(
-            "gradients", "reduce-scatter", [p for p in parted if p.requires_grad], reduced * micro_steps, world_size
-        ),
+        *_by_group("gradients", "reduce-scatter", reduced_ones, reduced * micro_steps, world_size),
     ]
     layers = len({p.name.partition(".experts.")[0] for p in structure.parameters if p.kind == "expert"})
     forwards = (2 if recompute else 1) * micro_steps
@@ -128,39 +135,65 @@ def _by_group(what: str, kind: Kind, parameters: Iterable[PlannedParameter], ele
     return [_traffic(what, kind, ranks, world_size // ranks, size) for ranks, size in sizes.items()]
 
 
-def _gathered_again(parameters: Iterable[PlannedParameter], distance: int) -> set[str]:
-    """Weights that backward gathers anew: those that DeepSpeed released after forward.
+def _gathered_again(parameters: Iterable[PlannedParameter], distance: int, recompute: bool) -> Counter[str]:
+    """How often backward gathers a weight anew, which is how often DeepSpeed has released it.
 
-    Between a module's forward and its backward lies the rest of the model, twice. (With recomputation the second use
-    is the recomputed forward, and the third follows at once.)
+    A weight is released after a use if the modules that run until its next one have so many elements. Between a
+    module's forward and its backward lies the rest of the model, forward and backward; between a layer's recomputed
+    forward and its backward, the rest of the layer, and nothing for its last module, whose output nobody needs again.
     """
-    again, passed = set(), 0
-    for parameter in reversed(list(parameters)):
-        if 2 * passed >= distance:
-            again.add(parameter.name)
-        passed += parameter.elements
+    layers: dict[str, dict[str, list[PlannedParameter]]] = {}
+    for parameter in parameters:
+        modules = layers.setdefault(_layer_of(parameter.name), {})
+        modules.setdefault(parameter.name.rpartition(".")[0], []).append(parameter)
+    again: Counter[str] = Counter()
+    after = computed_again = 0  # elements that come later in the model, and those of them that are recomputed
+    for layer, modules in reversed(layers.items()):
+        sizes = {name: sum(p.elements for p in members) for name, members in modules.items()}
+        whole, rest, last = sum(sizes.values()), 0, True
+        for name, members in reversed(modules.items()):
+            released = 2 * (after + rest) >= distance
+            if layer and recompute:
+                released = 2 * after + computed_again + whole - sizes[name] >= distance
+            for parameter in members:
+                backward = parameter.requires_grad and not _only_chooses(parameter)
+                again[parameter.name] += released and (backward or (layer != "" and recompute))
+                if layer and recompute and not last:
+                    again[parameter.name] += backward and 2 * rest >= distance
+            last = last and all(parameter.persistent for parameter in members)
+            rest += sizes[name]
+        after += whole
+        computed_again += whole if layer and recompute else 0
     return again
+
+
+def _only_chooses(parameter: PlannedParameter) -> bool:
+    """Whether a weight's output is used for a choice alone, through which no gradient comes back: MiniMax's indexer."""
+    return ".indexer." in parameter.name
+
+
+def _layer_of(name: str) -> str:
+    """The layer that a parameter is in, as far as activations are recomputed layer by layer; empty outside of layers.
+
+    >>> _layer_of("model.layers.3.mlp.gate.weight"), _layer_of("lm_head.weight")
+    ('model.layers.3', '')
+    """
+    found = re.match(r"(.*\blayers\.\d+)\.", name)
+    return found[1] if found else ""
 
 
 def _split_layers(parameters: Iterable[PlannedParameter], shape: Shape, ranks: int) -> tuple[int, int]:
     """Layers split by rows, each summed in forward, and by columns, each of whose input gradients is summed."""
+    inputs = {p.name: p.shape[1] for p in parameters if p.kind == "dense" and len(p.shape) == 2}
+    whole = shape.heads * shape.value_dim
+    # Some models' attention is left whole; their MLPs are always split.
     attention = {
-        "q_proj": shape.heads * shape.head_dim,
-        "k_proj": shape.key_value_heads * shape.head_dim,
-        "v_proj": shape.key_value_heads * shape.value_dim,
-        "o_proj": shape.heads * shape.value_dim,
+        name.rpartition(".o_proj.")[0] for name, width in inputs.items() if ".o_proj." in name and width * ranks == whole
     }
     row = column = 0
-    widths: dict[str, int] = {}
-    for parameter in parameters:
-        layer, _, name = parameter.name.removesuffix(".weight").rpartition(".")
-        if not parameter.name.endswith(".weight") or len(parameter.shape) != 2 or parameter.kind != "dense":
-            continue
-        out, into = parameter.shape
-        if name in attention and (into if name == "o_proj" else out) * ranks in (attention[name], 2 * attention[name]):
-            widths[layer] = ranks
-        if name in ("o_proj", "down_proj"):
-            row += name == "down_proj" or layer in widths
-        elif name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "gate_up_proj"):
-            column += name not in attention or layer in widths
+    for name in inputs:
+        layer, _, part = name.removesuffix(".weight").rpartition(".")
+        row += part == "down_proj" or (part == "o_proj" and layer in attention)
+        column += part in ("gate_proj", "up_proj", "gate_up_proj")
+        column += part in ("q_proj", "k_proj", "v_proj") and layer in attention
     return row, column

@@ -26,6 +26,8 @@ NAMES = {
     ("backward", "reduce_scatter_tensor"): "gradients",
     ("step", "all_gather_into_tensor"): "persistent weights",
     ("step", "all_reduce"): "norms",
+    ("forward", "all_reduce"): "tensor parallelism",
+    ("backward", "all_reduce"): "tensor parallelism",
 }
 
 
@@ -81,12 +83,17 @@ class CountBytes(pl.Callback):
         return counted
 
 
-def planned_and_sent(expert_parallel_size: int | None, recompute: bool, reuse: int, family: str) -> Any:
+def planned_and_sent(
+    expert_parallel_size: int | None, recompute: bool, reuse: int, family: str, tensor_parallel_size: int = 1
+) -> Any:
     config = tiny(family)
     model = build(config)
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    strategy = Zero3FastStrategy(expert_parallel_size=expert_parallel_size)
+    strategy = Zero3FastStrategy(
+        expert_parallel_size=expert_parallel_size,
+        tensor_parallel_size=tensor_parallel_size if tensor_parallel_size > 1 else None,
+    )
     strategy.config["zero_optimization"].update(
         stage3_max_reuse_distance=reuse, stage3_param_persistence_threshold=100, stage3_prefetch_bucket_size=0
     )
@@ -111,6 +118,7 @@ def planned_and_sent(expert_parallel_size: int | None, recompute: bool, reuse: i
         tokens=LENGTH * SAMPLES,
         world_size=2,
         expert_parallel_size=expert_parallel_size or 1,
+        tensor_parallel_size=tensor_parallel_size,
         recompute=recompute,
         max_reuse_distance=reuse,
     ):
@@ -119,15 +127,37 @@ def planned_and_sent(expert_parallel_size: int | None, recompute: bool, reuse: i
     return dict(planned), dict(counter.bytes)
 
 
-@pytest.mark.parametrize(
-    ("expert_parallel_size", "recompute", "reuse"),
-    [(2, False, 0), (1, False, 10**9), (None, False, 0)],
-)
-def test_every_byte_is_planned(ranks: Any, expert_parallel_size: int | None, recompute: bool, reuse: int) -> None:
-    both = ranks(2).run(planned_and_sent, expert_parallel_size, recompute, reuse, "glm")
+def compared(ranks: Any, *arguments: Any) -> Counter[str]:
+    both = ranks(2).run(planned_and_sent, *arguments)
     # However tokens are spread over the experts, all ranks together send as many.
     planned, sent = (sum((Counter(rank[which]) for rank in both), Counter()) for which in (0, 1))
     assert planned == sent
+    return sent
+
+
+@pytest.mark.parametrize(
+    ("expert_parallel_size", "recompute", "reuse"),
+    [
+        (2, False, 0),
+        (2, True, 0),
+        (1, False, 10**9),
+        pytest.param(2, False, 60_000, marks=pytest.mark.slow),
+        pytest.param(None, False, 0, marks=pytest.mark.slow),
+    ],
+)
+def test_every_byte_is_planned(ranks: Any, expert_parallel_size: int | None, recompute: bool, reuse: int) -> None:
+    sent = compared(ranks, expert_parallel_size, recompute, reuse, "glm")
     assert {"weights, forward", "gradients", "persistent weights", "norms"} <= set(sent)
     assert ("tokens" in sent) == (expert_parallel_size == 2)
-    assert ("weights, backward" in sent) == (reuse == 0)
+    assert ("weights, backward" in sent) == (reuse < 10**9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", [False, True])
+def test_every_byte_of_a_model_with_an_indexer(ranks: Any, recompute: bool) -> None:
+    assert compared(ranks, 2, recompute, 0, "minimax")["weights, backward"] > 0
+
+
+@pytest.mark.parametrize("family", ["minimax", pytest.param("mixtral", marks=pytest.mark.slow)])
+def test_every_byte_of_tensor_parallel_peers(ranks: Any, family: str) -> None:
+    assert compared(ranks, None, family == "mixtral", 0, family, 2)["tensor parallelism"] > 0
