@@ -1,9 +1,11 @@
 """Bytes that one rank's collectives move in a step, by kind: what DeepSpeed sends for a given structure.
 
-Exact where no weight, or every weight, stays gathered between forward and backward; in between, a few modules at the
-edge of DeepSpeed's reuse distance are counted that it keeps. Not modelled: the gathers by which tensor-parallel peers put an
-MoE layer's output together again, their sums of the gradients of q_norm and k_norm, the second gather of a
-convolution's weights in Qwen's linear attention, hpZeRO, quantised gathers, and barriers.
+Exact where no weight, or every weight, stays gathered between forward and backward. In between, a few modules at the
+edge of DeepSpeed's reuse distance are counted that it keeps.
+
+Not modelled: the gathers by which tensor-parallel peers put an MoE layer's output together again, their sums of the
+gradients of q_norm and k_norm, the second gather of a convolution's weights in Qwen's linear attention, hpZeRO,
+quantised gathers, and barriers.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from lightning_zero3.plan.structure import ELEMENT_BYTES, PlannedParameter, Stru
 
 Kind = Literal["all-gather", "reduce-scatter", "all-to-all", "all-reduce"]
 
-# DeepSpeed's stage3_max_reuse_distance: a module's weights stay gathered if they are used again within so many elements.
+# DeepSpeed's stage3_max_reuse_distance: weights stay gathered if they are used again within so many elements.
 MAX_REUSE_DISTANCE = 1_000_000_000
 _NORM_BYTES = 8
 _COUNT_BYTES = 4
@@ -127,7 +129,9 @@ def _traffic(what: str, kind: Kind, ranks: int, stride: int, size: int) -> Traff
     return Traffic(what=what, kind=kind, group_size=ranks, stride=stride, buffer_bytes=size)
 
 
-def _by_group(what: str, kind: Kind, parameters: Iterable[PlannedParameter], element: int, world_size: int) -> list[Traffic]:
+def _by_group(
+    what: str, kind: Kind, parameters: Iterable[PlannedParameter], element: int, world_size: int
+) -> list[Traffic]:
     sizes: dict[int, int] = {}
     for parameter in parameters:
         whole = parameter.partition_elements * parameter.group_size  # padding is sent too
@@ -188,7 +192,9 @@ def _split_layers(parameters: Iterable[PlannedParameter], shape: Shape, ranks: i
     whole = shape.heads * shape.value_dim
     # Some models' attention is left whole; their MLPs are always split.
     attention = {
-        name.rpartition(".o_proj.")[0] for name, width in inputs.items() if ".o_proj." in name and width * ranks == whole
+        name.rpartition(".o_proj.")[0]
+        for name, width in inputs.items()
+        if ".o_proj." in name and width * ranks == whole
     }
     row = column = 0
     for name in inputs:
