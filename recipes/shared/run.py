@@ -84,16 +84,7 @@ def train(recipe: Recipe, settings: Settings) -> Path:
         enable_model_summary=False,
     )
     pl.seed_everything(settings.seed, verbose=False)
-    module = CausalLanguageModel(
-        recipe.model_class,
-        config,
-        learning_rate=settings.learning_rate,
-        weight_decay=settings.weight_decay,
-        warmup_steps=settings.warmup_steps,
-        recompute_activations=settings.recompute_activations,
-        loss_tiles=settings.loss_tiles,
-        seed=settings.seed,
-    )
+    module = make_module(recipe, config, settings)
     loader: DataLoader[Any] = DataLoader(
         samples, batch_size=settings.micro_batch_size, shuffle=True, drop_last=True, pin_memory=on_gpu
     )
@@ -124,6 +115,26 @@ def make_strategy(settings: Settings, *, expert_parallel_size: int) -> Zero3Fast
     return Zero3FastStrategy(
         config=deepspeed_config(settings, on_gpu=torch.cuda.is_available()),
         **{**options, "expert_parallel_size": expert_parallel_size},
+    )
+
+
+def make_module(recipe: Recipe, config: Any, settings: Settings) -> CausalLanguageModel:
+    """The module that is trained.
+
+    Args:
+        recipe: The architecture.
+        config: The model's config.
+        settings: The run's.
+    """
+    return CausalLanguageModel(
+        recipe.model_class,
+        config,
+        learning_rate=settings.learning_rate,
+        weight_decay=settings.weight_decay,
+        warmup_steps=settings.warmup_steps,
+        recompute_activations=settings.recompute_activations,
+        loss_tiles=settings.loss_tiles,
+        seed=settings.seed,
     )
 
 

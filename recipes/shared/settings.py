@@ -110,6 +110,10 @@ class Settings(Zero3Options):
                 raise SetupError(f"--{name} {getattr(self, name)}: 0 or more.")
         if self.sequence_length < 2:
             raise SetupError(f"--sequence_length {self.sequence_length}: predicting a next token takes at least 2.")
+        if self.loss_tiles > self.sequence_length:
+            raise SetupError(
+                f"--loss_tiles {self.loss_tiles}: a sample has {self.sequence_length} tokens (--sequence_length)."
+            )
         if self.bf16_masters and not self.precision.startswith("bf16"):
             raise SetupError(
                 f"--bf16_masters true with --precision {self.precision}: masters in bf16 need weights in bf16. Add "
