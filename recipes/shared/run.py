@@ -51,7 +51,6 @@ def train(recipe: Recipe, settings: Settings) -> Path:
     devices = settings.devices or preflight.local_processes()
     ranks = preflight.world_size(devices, settings.num_nodes)
     config = recipe.config(settings)
-    attention.choose(config, settings.attention)
     preflight.check_machine(settings, recipe.name)
     preflight.check_output(settings.output)
     strategy = make_strategy(settings, expert_parallel_size=preflight.expert_parallel_size(settings, config, ranks))
