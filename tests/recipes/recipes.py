@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import glm45air
 import lightning.pytorch as pl
 import minimax_m3
 import qwen35
 import torch
+import torch.nn.functional as F
 from deepspeed.utils import safe_get_full_grad
 from torch.utils.data import DataLoader
 
@@ -47,7 +49,7 @@ def observed(name: str, arguments: tuple[str, ...], ranks: int = 2) -> dict[str,
     """Train a recipe's tiny model for a few steps on this rank, with the recipe's own module and strategy.
 
     Returns:
-        Losses, first gradients, dtypes of masters and moments, and the number of sub-groups.
+        Losses, first gradients, how often torch's attention was called, dtypes of masters and moments, and the number of sub-groups.
     """
     recipe = RECIPES[name].RECIPE
     settings = recipe.parse(["--sequence_length", "64", "--max_steps", "3", *arguments])
@@ -63,11 +65,13 @@ def observed(name: str, arguments: tuple[str, ...], ranks: int = 2) -> dict[str,
         accumulate_grad_batches=settings.accumulate_grad_batches,
         callbacks=[observer],
     )
-    trainer.fit(make_module(recipe, config, settings), DataLoader(Sentences(256, 64), batch_size=2))
+    with mock.patch.object(F, "scaled_dot_product_attention", wraps=F.scaled_dot_product_attention) as attention:
+        trainer.fit(make_module(recipe, config, settings), DataLoader(Sentences(256, 64), batch_size=2))
     optimizer = trainer.strategy.model.optimizer
     states = next(iter(optimizer.optimizer.state.values()))
     return {
         "losses": observer.losses,
+        "calls_of_torchs_attention": attention.call_count,
         "gradients": observer.gradients,
         "masters": str(optimizer.fp32_partitioned_groups_flat[0].dtype),
         "moments": str(states["exp_avg"].dtype),
