@@ -2,9 +2,9 @@
 
     python benchmarks/tiled_loss.py [--tiles 16] [--vocabulary 32000] [--width 256] [--json PATH]
 
-One process, one sample of bf16 hidden states, an ``lm_head``, no engine. Memory is what lived at once in tensor storages
-beyond what was there before (weight and hidden states); times are medians, both arms in alternation. In one process the
-difference of the losses and of the gradients stands beside them.
+One process, one sample of bf16 hidden states, an ``lm_head``, no engine. Memory is what lived at once in tensor
+storages beyond what was there before (weight and hidden states); times are medians, both arms in alternation. The
+difference of the gradients stands beside them.
 """
 
 from __future__ import annotations
@@ -35,13 +35,11 @@ class Head(nn.Module):
         self.lm_head = nn.Linear(width, vocabulary, bias=False, dtype=torch.bfloat16)
 
 
-def loss_of(head: nn.Module, hidden: torch.Tensor, labels: torch.Tensor, tiled: bool) -> torch.Tensor:
+def loss_of(head: Any, hidden: torch.Tensor, labels: torch.Tensor, tiled: bool) -> torch.Tensor:
     """As Transformers computes it, or in tiles."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    loss: torch.Tensor = (
-        head(hidden, labels) if tiled else ForCausalLMLoss(head(hidden), labels, head.weight.shape[0])
-    )
+    loss: torch.Tensor = head(hidden, labels) if tiled else ForCausalLMLoss(head(hidden), labels, head.weight.shape[0])
     return loss
 
 
@@ -51,7 +49,7 @@ def measure(head: Any, length: int) -> dict[str, Any]:
 
     device = head.weight.device
     generator = torch.Generator().manual_seed(length)
-    hidden = torch.randn(1, length, head.weight.shape[1], generator=generator).to(device, torch.bfloat16)
+    hidden: Any = torch.randn(1, length, head.weight.shape[1], generator=generator).to(device, torch.bfloat16)
     hidden.requires_grad_()
     labels = torch.randint(0, head.weight.shape[0], (1, length), generator=generator).to(device)
     found: dict[bool, dict[str, Any]] = {False: {"ms": []}, True: {"ms": []}}
@@ -115,7 +113,9 @@ def main() -> None:
         )
     if options.json:
         about = {name: version(name) for name in ("torch", "deepspeed", "transformers")}
-        options.json.write_text(json.dumps({"options": vars(options) | {"json": None}, **about, "rows": rows}, indent=1))
+        options.json.write_text(
+            json.dumps({"options": vars(options) | {"json": None}, **about, "rows": rows}, indent=1)
+        )
 
 
 if __name__ == "__main__":

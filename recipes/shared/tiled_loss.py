@@ -48,7 +48,9 @@ class TiledHead(nn.Linear):
 
     def _sum_of_losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         logits = nn.functional.linear(hidden, self.weight, self.bias).float()
-        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        return nn.functional.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
 
 
 def tile_head(model: Any, tiles: int) -> None:
@@ -63,8 +65,9 @@ def tile_head(model: Any, tiles: int) -> None:
         tiles: Pieces.
     """
     assert type(model.lm_head) is nn.Linear
-    model.lm_head.__class__ = TiledHead
-    model.lm_head.tiles = tiles
+    head: Any = model.lm_head
+    head.__class__ = TiledHead
+    head.tiles = tiles
 
 
 def tiled_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:

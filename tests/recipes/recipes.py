@@ -49,7 +49,7 @@ def observed(name: str, arguments: tuple[str, ...], ranks: int = 2) -> dict[str,
     """Train a recipe's tiny model for a few steps on this rank, with the recipe's own module and strategy.
 
     Returns:
-        Losses, first gradients, how often torch's attention was called, dtypes of masters and moments, and the number of sub-groups.
+        Losses, first gradients, calls of torch's attention, dtypes of masters and moments, numbers of sub-groups.
     """
     recipe = RECIPES[name].RECIPE
     settings = recipe.parse(["--sequence_length", "64", "--max_steps", "3", *arguments])

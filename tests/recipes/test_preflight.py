@@ -31,9 +31,13 @@ def settings_of(name: str, *arguments: str):
 )
 def test_sizes_that_do_not_divide(name, arguments, ranks, message):
     settings = settings_of(name, *arguments)
-    with pytest.raises(SetupError) as refused:
+
+    def set_up() -> None:
         strategy = make_strategy(settings, expert_parallel_size=settings.expert_parallel_size or 2)
         preflight.check_model(RECIPES[name].MODEL_CLASS, RECIPES[name].RECIPE.config(settings), strategy, ranks)
+
+    with pytest.raises(SetupError) as refused:
+        set_up()
     assert message in str(refused.value)
 
 
@@ -84,7 +88,7 @@ def test_data_that_fits(tmp_path):
 
 def test_an_output_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    with pytest.raises(SetupError, match="--output .*file/runs can't be written: Not a directory"):
+    with pytest.raises(SetupError, match=r"--output .*file/runs can't be written: Not a directory"):
         preflight.check_output(tmp_path / "file" / "runs")
 
     def refuse(**_: object) -> None:
@@ -92,14 +96,16 @@ def test_an_output_that_cannot_be_written(tmp_path, monkeypatch):
 
     # A folder that is there and takes no files; the superuser, who runs some test machines, may write anywhere.
     monkeypatch.setattr(preflight.tempfile, "TemporaryFile", refuse)
-    with pytest.raises(SetupError, match="Permission denied. Choose another folder"):
+    with pytest.raises(SetupError, match=r"Permission denied\. Choose another folder"):
         preflight.check_output(tmp_path / "runs")
     monkeypatch.undo()
     preflight.check_output(tmp_path / "runs" / "deep")
     assert list((tmp_path / "runs" / "deep").iterdir()) == []
 
 
-@pytest.mark.parametrize(("arguments", "message"), [(["--size", "full"], "needs GPUs"), (["--attention", "cudnn"], "sdpa, or")])
+@pytest.mark.parametrize(
+    ("arguments", "message"), [(["--size", "full"], "needs GPUs"), (["--attention", "cudnn"], "sdpa, or")]
+)
 def test_a_machine_without_gpus(monkeypatch, arguments, message):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SetupError, match=message):

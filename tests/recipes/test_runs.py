@@ -22,7 +22,9 @@ def run(*arguments: str, recipe: str = "glm45air") -> subprocess.CompletedProces
     )
 
 
-@pytest.mark.parametrize("recipe", ["glm45air", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen35", "minimax_m3"))])
+@pytest.mark.parametrize(
+    "recipe", ["glm45air", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen35", "minimax_m3"))]
+)
 def test_the_default_run_learns_from_real_text_in_two_processes_with_expert_parallelism(recipe, tmp_path):
     done = run("--max_steps", "80", "--output", str(tmp_path), recipe=recipe)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -62,7 +64,9 @@ def test_other_text_and_a_second_run_beside_the_first(tmp_path):
         assert len(read_metrics(tmp_path / "runs" / f"version_{number}" / "metrics.csv")[names.LOSS]) == 3
 
 
-@pytest.mark.parametrize("recipe", ["qwen35", *(pytest.param(n, marks=pytest.mark.slow) for n in ("glm45air", "minimax_m3"))])
+@pytest.mark.parametrize(
+    "recipe", ["qwen35", *(pytest.param(n, marks=pytest.mark.slow) for n in ("glm45air", "minimax_m3"))]
+)
 def test_a_benchmark_from_a_file_lists_its_ten_steps(recipe, tmp_path):
     config = ROOT / "recipes" / "configs" / f"{recipe}_tiny.yaml"
     done = run("--config", str(config), "--benchmark", "--output", str(tmp_path), recipe=recipe)

@@ -21,15 +21,15 @@ class Model(nn.Module):
         self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
 
-def both(samples: int, length: int, tiles: int, ignored: float = 0.2):
+def both(samples: int, length: int, tiles: int, ignored: float = 0.2, dtype: torch.dtype = torch.float32):
     """Loss, and gradients of hidden states and weight; in tiles, and as Transformers has it."""
     generator = torch.Generator().manual_seed(1)
-    hidden = torch.randn(samples, length, WIDTH, generator=generator)
+    hidden = torch.randn(samples, length, WIDTH, generator=generator).to(dtype)
     labels = torch.randint(0, VOCABULARY, (samples, length), generator=generator)
     labels[torch.rand(labels.shape, generator=generator) < ignored] = IGNORED
     results = []
     for tiled in (True, False):
-        model, states = Model(), hidden.clone().requires_grad_()
+        model, states = Model().to(dtype), hidden.clone().requires_grad_()
         if tiled:
             tile_head(model, tiles)
             loss = model.lm_head(states, labels)
@@ -45,6 +45,13 @@ def test_loss_and_gradients_are_transformers_own(samples, length, tiles):
     for ours, theirs in both(samples, length, tiles):
         assert (ours - theirs).norm() <= 1e-6 * theirs.norm()
         assert theirs.norm() > 0
+
+
+def test_in_bf16_the_weights_gradient_is_rounded_once_for_each_tile():
+    (loss, plain_loss), (hidden, plain_hidden), (weight, plain_weight) = both(1, 64, 16, dtype=torch.bfloat16)
+    assert loss == pytest.approx(plain_loss, rel=1e-6)
+    assert torch.equal(hidden, plain_hidden)
+    assert (weight - plain_weight).float().norm() <= 1e-2 * plain_weight.float().norm()
 
 
 def test_tiles_of_nothing_but_ignored_tokens_count_for_nothing():
@@ -92,9 +99,7 @@ def test_memory_is_a_tiles():
             tile_head(model, number)
         with peak_of_tensors() as peak:
             loss = (
-                model.lm_head(states, labels)
-                if number
-                else ForCausalLMLoss(model.lm_head(states), labels, VOCABULARY)
+                model.lm_head(states, labels) if number else ForCausalLMLoss(model.lm_head(states), labels, VOCABULARY)
             )
             loss.backward()
         peaks.append(peak.tensors)

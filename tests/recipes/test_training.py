@@ -1,4 +1,4 @@
-"""The recipes' own module and strategy on real ranks: options that must not change what is learned, and those that do."""
+"""The recipes' own module and strategy on real ranks: options that must not change what is learned, and others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def test_recomputed_activations_and_tiles_change_no_loss_and_no_gradient(ranks, 
     assert plain[0]["losses"] != plain[1]["losses"]
 
 
-@pytest.mark.parametrize("name", ["minimax_m3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("glm45air", "qwen35"))])
+@pytest.mark.parametrize(
+    "name", ["minimax_m3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("glm45air", "qwen35"))]
+)
 def test_tiles_under_tensor_parallelism(ranks, name):
     options = ("--tensor_parallel_size", "2", "--recompute_activations", "true")
     plain = ranks(2).run(observed, name, options)
@@ -75,7 +77,9 @@ def test_the_settings_of_the_reports_in_bf16(ranks):
     assert all(torch.isfinite(gradient).all() for gradient in seen["gradients"].values())
 
 
-@pytest.mark.parametrize("name", ["glm45air", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen35", "minimax_m3"))])
+@pytest.mark.parametrize(
+    "name", ["glm45air", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen35", "minimax_m3"))]
+)
 def test_attention_in_python_is_torchs(ranks, name):
     sdpa, eager = (ranks(2).run(observed, name, ("--attention", which))[0] for which in ("sdpa", "eager"))
     assert_same(sdpa, eager, losses=2e-4, gradients=1e-4)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -48,9 +48,9 @@ def test_a_recipe_has_what_others_ask_it_for(name):
 
 
 def test_an_unknown_name_is_refused_with_those_that_there_are():
-    with pytest.raises(SetupError, match="'glm45'. Did you mean glm45air.*glm45air, minimax_m3, qwen35"):
+    with pytest.raises(SetupError, match=r"'glm45'\. Did you mean glm45air.*glm45air, minimax_m3, qwen35"):
         load_recipe("glm45")
-    with pytest.raises(SetupError, match="There's no recipe 'x'. Recipes:"):
+    with pytest.raises(SetupError, match=r"There's no recipe 'x'\. Recipes:"):
         recipe_settings("x", [])
     with pytest.raises(SetupError, match="Did you mean --max_steps"):
         recipe_settings("qwen35", ["--max_step", "1"])
@@ -65,9 +65,9 @@ def test_from_a_clone_and_from_a_wheel_no_name_is_claimed(tmp_path, foreign, whe
         (tmp_path / "lightning_zero3").mkdir()
         for entry in (ROOT / "lightning_zero3").iterdir():
             (tmp_path / "lightning_zero3" / entry.name).symlink_to(entry)
-        included = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
-        (source,) = included["force-include"]
-        (tmp_path / included["force-include"][source]).symlink_to(ROOT / source)
+        section = (ROOT / "pyproject.toml").read_text().partition("wheel.force-include]")[2]
+        source, target = re.search(r'^"(\w+)" = "([\w/]+)"$', section, re.MULTILINE).groups()
+        (tmp_path / target).symlink_to(ROOT / source)
         (tmp_path / "lightning_zero3" / "recipe_files.py").unlink()
         (tmp_path / "lightning_zero3" / "recipe_files.py").write_text(
             (ROOT / "lightning_zero3" / "recipe_files.py").read_text()
