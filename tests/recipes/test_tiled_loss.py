@@ -49,7 +49,7 @@ def test_loss_and_gradients_are_transformers_own(samples, length, tiles):
 
 def test_in_bf16_the_weights_gradient_is_rounded_once_for_each_tile():
     (loss, plain_loss), (hidden, plain_hidden), (weight, plain_weight) = both(1, 64, 16, dtype=torch.bfloat16)
-    assert loss == pytest.approx(plain_loss, rel=1e-6)
+    assert loss.item() == pytest.approx(plain_loss.item(), rel=1e-6)
     assert torch.equal(hidden, plain_hidden)
     assert (weight - plain_weight).float().norm() <= 1e-2 * plain_weight.float().norm()
 
