@@ -98,7 +98,7 @@ def full_config(layers: int | None = None) -> Glm4MoeConfig:
 
 
 def tiny_config(layers: int | None = None) -> Glm4MoeConfig:
-    """The same architecture scaled down: every kind of layer, router and bias, in 1.6 million parameters.
+    """The same architecture scaled down: every kind of layer, router and bias, in 1.0 million parameters.
 
     Args:
         layers: Only its first so many layers; None for all 4.

@@ -117,7 +117,7 @@ def full_config(layers: int | None = None) -> MiniMaxM3VLTextConfig:
 
 
 def tiny_config(layers: int | None = None) -> MiniMaxM3VLTextConfig:
-    """The same architecture scaled down: dense and MoE layers, full and sparse attention, in 1.5 million parameters.
+    """The same architecture scaled down: dense and MoE layers, full and sparse attention, in 1.1 million parameters.
 
     Args:
         layers: Only its first so many layers; None for all 4.

@@ -108,7 +108,7 @@ def full_config(layers: int | None = None) -> Qwen3_5MoeTextConfig:
 
 
 def tiny_config(layers: int | None = None) -> Qwen3_5MoeTextConfig:
-    """The same architecture scaled down: linear and full attention, router and shared expert, in 1.5 million parameters.
+    """The same architecture scaled down: both kinds of attention, router, shared expert, in 1.2 million parameters.
 
     Args:
         layers: Only its first so many layers; None for all 4.

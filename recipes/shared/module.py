@@ -70,7 +70,7 @@ class CausalLanguageModel(pl.LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        """AdamW, with a linear warm-up if one is asked for; not called where the DeepSpeed config names an optimizer."""
+        """AdamW, and a linear warm-up; not called where the DeepSpeed config names an optimizer."""
         optimizer = torch.optim.AdamW(
             self.parameters(), lr=self.learning_rate, betas=BETAS, weight_decay=self.weight_decay
         )

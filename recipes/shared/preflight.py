@@ -70,8 +70,8 @@ def check_machine(settings: Settings, name: str) -> None:
         raise SetupError(f"{name} (full) needs GPUs, and PyTorch sees none on this machine. --size tiny runs anywhere.")
     if settings.attention == "cudnn":
         raise SetupError(
-            "--attention cudnn: cuDNN's kernel needs a GPU, and PyTorch sees none on this machine. Without one: --attention "
-            "sdpa, or eager."
+            "--attention cudnn: cuDNN's kernel needs a GPU, and PyTorch sees none on this machine. Without one: "
+            "--attention sdpa, or eager."
         )
 
 
@@ -109,8 +109,8 @@ def check_data(settings: Settings, config: Any, ranks: int) -> tuple[TokenStream
     if len(samples) < lanes * settings.micro_batch_size:
         raise SetupError(
             f"{stream.description}: {len(samples)} samples of {settings.sequence_length} tokens, but one micro-step of "
-            f"{lanes} data-parallel ranks takes {lanes * settings.micro_batch_size}. Read more data, or choose a shorter "
-            "--sequence_length, a smaller --micro_batch_size or fewer ranks."
+            f"{lanes} data-parallel ranks takes {lanes * settings.micro_batch_size}. Read more data, or choose a "
+            "shorter --sequence_length, a smaller --micro_batch_size or fewer ranks."
         )
     return stream, samples
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_zero3.config import SetupError
+from shared import attention
 from shared.command_line import parse_settings
 from shared.settings import Settings
 
@@ -53,7 +54,9 @@ class Recipe:
         whole = make(None).num_hidden_layers
         if settings.layers is not None and settings.layers > whole:
             raise SetupError(f"--layers {settings.layers}: {self.name} ({settings.size}) has {whole}.")
-        return make(settings.layers)
+        config = make(settings.layers)
+        attention.choose(config, settings.attention)
+        return config
 
     def main(self, arguments: Sequence[str] | None = None) -> None:
         """Run from the command line.

@@ -44,14 +44,15 @@ def train(recipe: Recipe, settings: Settings) -> Path:
         SetupError: Data, tokenizer, sizes or this machine don't fit the settings; before any process group exists.
     """
     _quiet_known_noise()
-    title = f"{recipe.name} ({settings.size})" if settings.layers is None else (
-        f"{recipe.name} ({settings.size}, {settings.layers} layers)"
+    title = (
+        f"{recipe.name} ({settings.size})"
+        if settings.layers is None
+        else (f"{recipe.name} ({settings.size}, {settings.layers} layers)")
     )
     on_gpu = torch.cuda.is_available()
     devices = settings.devices or preflight.local_processes()
     ranks = preflight.world_size(devices, settings.num_nodes)
     config = recipe.config(settings)
-    attention.choose(config, settings.attention)
     preflight.check_machine(settings, recipe.name)
     preflight.check_output(settings.output)
     strategy = make_strategy(settings, expert_parallel_size=preflight.expert_parallel_size(settings, config, ranks))
@@ -84,16 +85,7 @@ def train(recipe: Recipe, settings: Settings) -> Path:
         enable_model_summary=False,
     )
     pl.seed_everything(settings.seed, verbose=False)
-    module = CausalLanguageModel(
-        recipe.model_class,
-        config,
-        learning_rate=settings.learning_rate,
-        weight_decay=settings.weight_decay,
-        warmup_steps=settings.warmup_steps,
-        recompute_activations=settings.recompute_activations,
-        loss_tiles=settings.loss_tiles,
-        seed=settings.seed,
-    )
+    module = make_module(recipe, config, settings)
     loader: DataLoader[Any] = DataLoader(
         samples, batch_size=settings.micro_batch_size, shuffle=True, drop_last=True, pin_memory=on_gpu
     )
@@ -124,6 +116,26 @@ def make_strategy(settings: Settings, *, expert_parallel_size: int) -> Zero3Fast
     return Zero3FastStrategy(
         config=deepspeed_config(settings, on_gpu=torch.cuda.is_available()),
         **{**options, "expert_parallel_size": expert_parallel_size},
+    )
+
+
+def make_module(recipe: Recipe, config: Any, settings: Settings) -> CausalLanguageModel:
+    """The module that is trained.
+
+    Args:
+        recipe: The architecture.
+        config: The model's config.
+        settings: The run's.
+    """
+    return CausalLanguageModel(
+        recipe.model_class,
+        config,
+        learning_rate=settings.learning_rate,
+        weight_decay=settings.weight_decay,
+        warmup_steps=settings.warmup_steps,
+        recompute_activations=settings.recompute_activations,
+        loss_tiles=settings.loss_tiles,
+        seed=settings.seed,
     )
 
 

@@ -50,7 +50,7 @@ class Settings(Zero3Options):
             was reported with (137 for GLM-4.5-Air). torch: torch.optim.AdamW made by the module, as usual in Lightning;
             one sub-group for each kind of partition, unless sub_group_size cuts them.
         learning_rate: AdamW's, after warm-up.
-        weight_decay: AdamW's.
+        weight_decay: AdamW's, of every weight.
         warmup_steps: Steps over which the learning rate rises linearly.
         sub_group_size: Elements of one rank's share after which a sub-group ends; null for DeepSpeed's own 10^9. The
             step's temporary memory is at least one sub-group's.
@@ -62,8 +62,8 @@ class Settings(Zero3Options):
         loss_tiles: Pieces in which logits and loss are computed, so that the logits of all tokens never exist at once;
             1 is Transformers' own loss.
         devices: Processes on this node; null for the launcher's number, else every GPU, else 2.
-        num_nodes: Nodes.
-        output: Folder for runs.
+        num_nodes: Nodes, each with as many processes.
+        output: Folder for runs; each gets a folder version_N of its own.
         seed: For weights and the order of the data.
         expert_parallel_size: Ranks that share one set of experts; null for the largest number that divides both ranks
             and experts.
@@ -110,6 +110,10 @@ class Settings(Zero3Options):
                 raise SetupError(f"--{name} {getattr(self, name)}: 0 or more.")
         if self.sequence_length < 2:
             raise SetupError(f"--sequence_length {self.sequence_length}: predicting a next token takes at least 2.")
+        if self.loss_tiles > self.sequence_length:
+            raise SetupError(
+                f"--loss_tiles {self.loss_tiles}: a sample has {self.sequence_length} tokens (--sequence_length)."
+            )
         if self.bf16_masters and not self.precision.startswith("bf16"):
             raise SetupError(
                 f"--bf16_masters true with --precision {self.precision}: masters in bf16 need weights in bf16. Add "

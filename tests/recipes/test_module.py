@@ -5,14 +5,21 @@ from typing import Any
 
 import glm45air
 import lightning.pytorch as pl
+import minimax_m3
 import pytest
+import qwen35
 import torch
 from transformers import Glm4MoeForCausalLM
 
+import shared.attention
 import shared.run
 from lightning_zero3.config import SetupError
+from shared.attention import describe, only_cudnn
+from shared.deepspeed_config import deepspeed_config
 from shared.module import CausalLanguageModel
-from shared.run import Settings, local_processes, train
+from shared.run import train
+
+RECIPE = glm45air.RECIPE
 
 
 def module(**options: Any) -> CausalLanguageModel:
@@ -51,8 +58,8 @@ class Recorded(Exception):
     """Ends ``train`` where it would start a fit."""
 
 
-def arguments_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, settings: Settings, **options: Any) -> dict[str, Any]:
-    """What ``train`` hands to Lightning."""
+def arguments_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    """What ``train`` gives to the Trainer, and to its ``fit``."""
     seen: dict[str, Any] = {}
 
     class Trainer(pl.Trainer):
@@ -67,81 +74,89 @@ def arguments_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, settings: Sett
     monkeypatch.setattr(shared.run.pl, "Trainer", Trainer)
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be, that is the question. " * 2000)
-    defaults = {
-        "model_class": Glm4MoeForCausalLM,
-        "config": glm45air.tiny_config(),
-        "experts": 8,
-        "data": str(text),
-        "tokenizer": None,
-        "text_field": "text",
-        "devices": 2,
-        "num_nodes": 1,
-        "output": tmp_path / "runs",
-        "seed": 0,
-        "switches": {"scoped_grad_clear": True, "alias_master_weights": True},
-    }
+    fixed = ["--data", str(text), "--output", str(tmp_path / "runs"), "--devices", "2"]
     with pytest.raises(Recorded):
-        train("test", settings=settings, **{**defaults, **options})
+        train(RECIPE, RECIPE.parse([*fixed, *arguments]))
     return seen
 
 
-TINY = glm45air.SETTINGS["tiny"]
-
-
 def test_settings_reach_the_trainer_the_strategy_and_the_module(monkeypatch, tmp_path):
-    settings = TINY.with_overrides(
-        precision="bf16-mixed", max_steps=7, learning_rate=0.125, recompute_activations=True, micro_batch_size=3
-    )
-    switches = {"scoped_grad_clear": False, "alias_master_weights": False}
-    seen = arguments_of(monkeypatch, tmp_path, settings, num_nodes=4, seed=9, switches=switches)
+    given = {
+        "precision": "bf16-mixed",
+        "max_steps": 7,
+        "learning_rate": 0.125,
+        "weight_decay": 0.25,
+        "recompute_activations": "true",
+        "loss_tiles": 5,
+        "micro_batch_size": 3,
+        "accumulate_grad_batches": 2,
+        "num_nodes": 4,
+        "seed": 9,
+        "scoped_grad_clear": "false",
+        "batch_optimizer_step": "false",
+        "router_bias_update_speed": 0.001,
+        "sub_group_size": 12345,
+    }
+    seen = arguments_of(monkeypatch, tmp_path, *(f"--{name}={value}" for name, value in given.items()))
     assert (seen["precision"], seen["max_steps"], seen["num_nodes"], seen["devices"]) == ("bf16-mixed", 7, 4, 2)
-    options = seen["strategy"].options
-    assert not options.scoped_grad_clear
-    assert not options.alias_master_weights
+    assert (seen["accumulate_grad_batches"], seen["limit_train_batches"]) == (2, 14)
+    strategy = seen["strategy"]
     # 8 ranks, 8 experts: the largest size that divides both.
-    assert options.expert_parallel_size == 8
+    expected = {"expert_parallel_size": 8, "scoped_grad_clear": False, "batch_optimizer_step": False}
+    for name, value in {**expected, "router_bias_update_speed": 0.001, "alias_master_weights": True}.items():
+        assert getattr(strategy.options, name) == value, name
+    assert strategy.config["zero_optimization"]["sub_group_size"] == 12345
     made = seen["module"]
-    assert (made.learning_rate, made.recompute_activations, made.seed) == (0.125, True, 9)
-    assert made.warmup_steps == TINY.warmup_steps > 0
+    assert (made.learning_rate, made.weight_decay, made.recompute_activations) == (0.125, 0.25, True)
+    assert (made.loss_tiles, made.seed, made.warmup_steps) == (5, 9, RECIPE.settings["tiny"].warmup_steps)
     assert seen["loader"].batch_size == 3
     assert isinstance(seen["loader"].sampler, torch.utils.data.RandomSampler)
 
 
-def test_the_full_sizes_settings_are_those_of_the_report(monkeypatch, tmp_path):
+def test_a_benchmark_takes_ten_steps(monkeypatch, tmp_path):
+    seen = arguments_of(monkeypatch, tmp_path, "--benchmark", "--accumulate_grad_batches", "3")
+    assert (seen["max_steps"], seen["limit_train_batches"]) == (10, 30)
+
+
+def test_the_full_size_is_refused_before_data_is_read(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    full = glm45air.SETTINGS["full"]
-    assert full.learning_rate == 1e-5
     with pytest.raises(SetupError, match="needs GPUs"):
-        arguments_of(monkeypatch, tmp_path, full)
+        train(RECIPE, RECIPE.parse(["--size", "full", "--data", "no/such/file", "--output", str(tmp_path)]))
 
 
-@pytest.mark.parametrize(
-    ("config", "settings", "message"),
-    [
-        ({"vocab_size": 100}, TINY, "256 tokens, the model's vocabulary 100"),
-        ({"max_position_embeddings": 128}, TINY, "--sequence_length 256: the model has 128 positions"),
-    ],
-)
-def test_a_model_that_does_not_fit_the_data_is_refused(monkeypatch, tmp_path, config, settings, message):
-    made = glm45air.tiny_config()
-    for name, value in config.items():
-        setattr(made, name, value)
-    with pytest.raises(SetupError, match=message):
-        arguments_of(monkeypatch, tmp_path, settings, config=made)
+def test_cudnn_is_the_only_kernel_while_it_is_asked_for():
+    backends = torch.backends.cuda
+
+    def enabled() -> list[str]:
+        return [
+            name for name in ("flash", "mem_efficient", "math", "cudnn") if getattr(backends, f"{name}_sdp_enabled")()
+        ]
+
+    before = enabled()
+    assert "math" in before
+    with only_cudnn("sdpa"):
+        assert enabled() == before
+    with only_cudnn("cudnn"):
+        assert enabled() == ["cudnn"]
+    assert enabled() == before
 
 
-def test_an_output_that_cannot_be_made_is_refused(monkeypatch, tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(SetupError, match="file"):
-        arguments_of(monkeypatch, tmp_path, TINY, output=tmp_path / "file" / "runs")
+def test_a_run_says_which_attention_it_computes(monkeypatch):
+    assert describe(glm45air.tiny_config(), "sdpa") == "Attention: sdpa"
+    for installed, text in ((None, "pip install flash-linear-attention"), (object(), ": flash-linear-attention")):
+        monkeypatch.setattr(shared.attention, "find_spec", lambda name, found=installed: found)
+        assert text in describe(qwen35.tiny_config(), "sdpa")
 
 
-def test_processes_are_the_launchers_number_or_two_on_a_machine_without_gpus(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
-        monkeypatch.delenv(name, raising=False)
-    assert local_processes() == 2
-    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "8")
-    assert local_processes() == 8
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert local_processes() == 4
+def test_what_deepspeed_is_told():
+    parse = minimax_m3.RECIPE.parse
+    full = deepspeed_config(parse(["--size", "full"]), on_gpu=True)
+    assert full["bf16"] == {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    assert full["optimizer"]["type"] == "AdamW"
+    assert "torch_adam" not in full["optimizer"]["params"]
+    assert full["zero_optimization"] == {"stage": 3}
+    assert deepspeed_config(parse([]), on_gpu=False) == {"zero_optimization": {"stage": 3}}
+    on_cpu = deepspeed_config(parse(["--optimizer", "deepspeed", "--warmup_steps", "0"]), on_gpu=False)
+    assert on_cpu["optimizer"]["params"]["torch_adam"]
+    assert on_cpu["optimizer"]["params"]["lr"] == parse([]).learning_rate
+    assert "scheduler" not in on_cpu
