@@ -112,14 +112,20 @@ class _Copy:
         """Relative errors of outputs and gradients in fp32, of this rank."""
         rank = distributed.get_rank()
         lane, lanes = self._layout.data_parallel_rank(rank), self._layout.data_parallel_size
-        theirs = verify.plain(self._whole(0).to(self.device), self._batches, lanes, lane, **self._arguments)
+        plain = self._whole(0).to(self.device)
+        theirs = verify.plain(plain, self._batches, lanes, lane, **self._arguments)
+        theirs = {name: value.clone() for name, value in theirs.items()}
+        allowed = verify.allowances(
+            plain, theirs, lambda: verify.plain(plain, self._batches, lanes, lane, **self._arguments)
+        )
         with self._engine(config) as (engine, model, settings):
             batch = self._batches[lane % len(self._batches)]
             loss, ours = verify.loss_and_outputs(model, batch, engine, **self._arguments)
             engine.backward(loss)
             ours |= verify.gradients_of(model)
             specs = (settings.get("tensor_parallel", {}).get("partition_config") or {}).get("layer_specs", ())
-            return verify.relative_errors(ours, theirs, self._layout, rank, verify.fused_by_specs(specs, self._path))
+            errors = verify.relative_errors(ours, theirs, self._layout, rank, verify.fused_by_specs(specs, self._path))
+            return {name: error / allowed.get(name, 1.0) for name, error in errors.items()}
 
     def routing_errors(self, config: dict[str, Any]) -> dict[str, float]:
         """Relative errors of what routers choose in the run's precision, of this rank."""

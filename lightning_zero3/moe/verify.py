@@ -23,6 +23,9 @@ EXACT = 1e-5
 _ROUNDED = 2.0**-8
 # Below this part of the largest gradient a gradient is what rounding has left of zero.
 _NOTHING = 1e-6
+# However far rounding is carried, a tensor is never allowed more than this times EXACT.
+_MOST = 10.0
+_TINY = 1e-30
 # Gradients' names begin with this.
 GRADIENT = "d "
 
@@ -81,6 +84,31 @@ def plain(model: nn.Module, batches: Sequence[torch.Tensor], lanes: int, lane: i
     return {**wanted, **gradients}
 
 
+def allowances(model: nn.Module, theirs: Tensors, compute: Callable[[], Tensors]) -> dict[str, float]:
+    """How many times :data:`EXACT` a tensor may differ: once, or more where the mathematics multiplies rounding.
+
+    Some gradients are small differences of large terms (those of a linear attention's decay, say). How far rounding
+    carries them is seen by changing the last digit of Transformers' own weights.
+
+    Args:
+        model: Plain Transformers' model, which ``compute`` calls; its weights are changed and its gradients dropped.
+        theirs: What it has computed.
+        compute: Computes it again.
+    """
+    theirs = {name: value.clone() for name, value in theirs.items()}
+    model.zero_grad()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            signs = torch.randint(0, 2, parameter.shape, generator=generator).to(parameter) * 2 - 1
+            parameter.mul_(1 + signs * torch.finfo(parameter.dtype).eps)
+    changed = compute()
+    return {
+        name: min(max(1.0, float((changed[name] - value).norm()) / max(float(value.norm()) * EXACT, _TINY)), _MOST)
+        for name, value in theirs.items()
+    }
+
+
 def gradients_of(model: nn.Module) -> Tensors:
     """This rank's experts' and slices' gradients, averaged over ranks, after an engine's backward; a collective.
 
@@ -115,7 +143,7 @@ def relative_errors(
     errors: dict[str, float] = {}
     for name, whole in theirs.items():
         mine = ours.get(name)
-        part = None if mine is None else _part(name, whole, mine.shape, layout, rank, fused or fused_by_name)
+        part = None if mine is None else part_of(name, whole, mine.shape, layout, rank, fused or fused_by_name)
         if mine is None or part is None:
             errors[name] = math.inf
             continue
@@ -178,10 +206,27 @@ def fused_by_specs(specs: Sequence[Mapping[str, Any]], path: str) -> Callable[[s
     return fused
 
 
-def _part(
-    name: str, whole: torch.Tensor, shape: torch.Size, layout: Topology, rank: int, fused: Callable[[str], int]
+def part_of(
+    name: str,
+    whole: torch.Tensor,
+    shape: torch.Size,
+    layout: Topology,
+    rank: int,
+    fused: Callable[[str], int] = fused_by_name,
 ) -> torch.Tensor | None:
-    """The part of a whole tensor that a rank holds in a given shape; None if no part has it."""
+    """The part of a whole tensor that a rank holds.
+
+    Args:
+        name: Transformers' name of the tensor.
+        whole: The tensor.
+        shape: The part's.
+        layout: The run's.
+        rank: This one.
+        fused: See :func:`relative_errors`.
+
+    Returns:
+        The part; None if none has this shape.
+    """
     if whole.shape == shape:
         return whole
     cut = [dim for dim in range(whole.ndim) if whole.ndim == len(shape) and whole.shape[dim] != shape[dim]]
