@@ -308,7 +308,11 @@ def _message(wrong: Mapping[str, float], of: int, model: str, sizes: str, config
         f"would train another function. {len(wrong)} of {of} tensors differ by more than {verify.EXACT:.0e}, relatively "
         f"(a gradient's name begins with 'd '): {', '.join(f'{name} {wrong[name]:.1e}' for name in worst)}. Look first "
         "at what overrides the model's own config"
-        + (f" ({', '.join(entries)})" if entries else " in the DeepSpeed config's sections expert_parallel and tensor_parallel")
+        + (
+            f" ({', '.join(entries)})"
+            if entries
+            else " in the DeepSpeed config's sections expert_parallel and tensor_parallel"
+        )
         + ", at presets and layers that you registered yourself, and at whether these releases of DeepSpeed and "
         "Transformers are ones that this package is tested with (constraints/). Without expert_parallel_size and "
         "tensor_parallel_size, Transformers' own layers are trained; verify_parallel=False trains in spite of it."

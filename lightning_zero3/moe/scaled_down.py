@@ -66,7 +66,9 @@ def scaled_down(model: nn.Module, layout: Topology) -> Any:
         raise UnscalableModelError(f"{where} is made of several models, each with a config of its own. {_REMEDY}")
     kinds = _kinds(model, whole)
     if not kinds:
-        raise UnscalableModelError(f"{where} has no list of num_hidden_layers layers that could be shortened. {_REMEDY}")
+        raise UnscalableModelError(
+            f"{where} has no list of num_hidden_layers layers that could be shortened. {_REMEDY}"
+        )
     chosen = sorted({index for kind in kinds for index in (kinds.index(kind), _last_index(kinds, kind))})
     config = copy.deepcopy(whole)
     try:

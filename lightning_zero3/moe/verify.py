@@ -55,7 +55,9 @@ def loss_and_outputs(
     """
     with_labels = {"labels": ids} if "labels" in inspect.signature(model.forward).parameters else {}
     out = (call or model)(input_ids=ids, **with_labels, **arguments)
-    seen = {name: out[name] for name in ("loss", "aux_loss", "logits", "last_hidden_state") if out.get(name) is not None}
+    seen = {
+        name: out[name] for name in ("loss", "aux_loss", "logits", "last_hidden_state") if out.get(name) is not None
+    }
     if "loss" not in seen:
         routers = out.get("router_logits") or ()
         seen.update({f"router_logits.{index}": logits for index, logits in enumerate(routers)})

@@ -200,7 +200,9 @@ def left_behind(options: dict[str, Any]) -> None:
     def watched(*arguments: Any, **named: Any) -> None:
         made = {name: str(value) for name, value in vars(groups).items() if name.startswith("_") and name.isupper()}
         for _ in range(3):
-            random.seed(1), np.random.seed(2), torch.manual_seed(3 + distributed.get_rank())
+            random.seed(1)
+            np.random.seed(2)
+            torch.manual_seed(3 + distributed.get_rank())
             before = states()
             check(*arguments, **named)
             assert states() == before
@@ -210,7 +212,9 @@ def left_behind(options: dict[str, Any]) -> None:
     gc.unfreeze()
     with substituted(verify_parallel, "verify_parallel", watched):
         fit(Language(build(tiny("glm"))), Sentences(64), Zero3FastStrategy(verify_parallel=True, **options), steps=1)
-    assert seen[1] == seen[2], seen
+    # What autograd's hooks hold on to (see verify_parallel._destroy): less than a thousand bytes, of a megabyte.
+    assert seen[2][0] - seen[1][0] < 1000, seen
+    assert seen[2][1] == seen[1][1], seen
 
 
 @pytest.mark.parametrize("options", [EP2, TP2], ids=str)

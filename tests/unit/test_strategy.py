@@ -249,7 +249,6 @@ def test_tensor_parallel_sizes_that_fit_nothing():
     assert "tensor_parallel_size is set, but Regression holds no Hugging Face model" in message
 
 
-@pytest.mark.usefixtures("world_of_two")
 @pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 1}])
 def test_there_must_be_something_to_verify(options):
     message = refused(ValueError, Zero3FastStrategy(verify_parallel=True, **options), *language())
@@ -257,6 +256,7 @@ def test_there_must_be_something_to_verify(options):
     assert "leave verify_parallel out" in message
 
 
+@pytest.mark.usefixtures("world_of_two")
 def test_a_tensor_parallel_size_is_checked_before_a_model_is_built():
     class Later(Language):
         def configure_model(self) -> None:

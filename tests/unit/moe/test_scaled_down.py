@@ -1,4 +1,4 @@
-"""Small copies of models at their real sizes, whose weights are on the meta device: only shapes and configs are read."""
+"""Small copies of models at their real sizes, with weights on the meta device: shapes and configs are read."""
 
 from __future__ import annotations
 
