@@ -57,8 +57,8 @@ class Zero3Options:
             experts' loads without an auxiliary loss; ``None`` leaves biases as they are.
         tensor_parallel_size: Number of consecutive ranks that share each layer and see the same data. ``None`` and 1
             leave layers whole.
-        verify_parallel: Before training, compare logits, losses and every gradient of a small copy of the model with plain
-            Transformers, and raise where they differ. Needs ``expert_parallel_size`` or ``tensor_parallel_size``.
+        verify_parallel: Before training, compare logits, losses and every gradient of a small copy of the model with
+            plain Transformers, and raise where they differ. Needs ``expert_parallel_size`` or ``tensor_parallel_size``.
         stock_semantics: Give exactly ``deepspeed_stage_3``'s numbers, its known faults included: none of the
             corrections that docs/corrections.md lists is applied.
 

@@ -1,8 +1,8 @@
 """``verify_parallel=True``: before training, a small copy of the user's model is compared with plain Transformers.
 
 The copy (:mod:`lightning_zero3.moe.scaled_down`) is of the model's own classes and config. It goes the way that the
-model itself goes next: the same path in a module, AutoEP and AutoTP by the same targets, a DeepSpeed engine by the run's
-config, on all ranks; partitioned while it is built where the model is. Plain Transformers computes the same, whole, on
+model itself goes next: the same path in a module, AutoEP and AutoTP by the same targets, a DeepSpeed engine by the
+run's config, on all ranks; partitioned while it is built where the model is. Plain Transformers computes the same, whole, on
 each rank for itself.
 """
 
@@ -279,7 +279,7 @@ def _give_back_memory() -> None:
 
 
 def _small_config(config: Mapping[str, Any], without: tuple[str, ...]) -> dict[str, Any]:
-    """The run's config for a small copy: no logs, one batch, buckets that are no larger than needed, nothing on disk."""
+    """The run's config for a small copy: no logs, one batch, buckets no larger than needed, nothing on disk."""
     small = copy.deepcopy({name: value for name, value in config.items() if name not in (*without, *_BATCHES, *_LOGS)})
     small |= {"train_micro_batch_size_per_gpu": _SEQUENCES, "gradient_accumulation_steps": 1}
     small["steps_per_print"] = 10**9
@@ -304,9 +304,9 @@ def _message(wrong: Mapping[str, float], of: int, model: str, sizes: str, config
         if name not in ("enabled", "autoep_size", "autotp_size")
     ]
     return (
-        f"verify_parallel: a small copy of {model} ({sizes}) doesn't compute what plain Transformers computes; this run "
-        f"would train another function. {len(wrong)} of {of} tensors differ by more than {verify.EXACT:.0e}, relatively "
-        f"(a gradient's name begins with 'd '): {', '.join(f'{name} {wrong[name]:.1e}' for name in worst)}. Look first "
+        f"verify_parallel: a small copy of {model} ({sizes}) doesn't compute what plain Transformers computes; this "
+        f"run would train another function. {len(wrong)} of {of} tensors differ by more than {verify.EXACT:.0e}, "
+        f"relatively (a gradient's name begins with 'd '): {', '.join(f'{name} {wrong[name]:.1e}' for name in worst)}. Look first "
         "at what overrides the model's own config"
         + (
             f" ({', '.join(entries)})"

@@ -82,7 +82,8 @@ def scaled_down(model: nn.Module, layout: Topology) -> Any:
     for index, found in zip(chosen, [*_kinds(small, config), *[None] * len(chosen)], strict=False):
         if found != kinds[index]:
             raise UnscalableModelError(
-                f"Layer {index} of {where} can't be built from its config: {_difference(kinds[index], found)}. {_REMEDY}"
+                f"Layer {index} of {where} can't be built from its config: "
+                f"{_difference(kinds[index], found)}. {_REMEDY}"
             )
     if (parameters := sum(parameter.numel() for parameter in small.parameters())) > _MOST_PARAMETERS:
         widest = max(small.named_parameters(), key=lambda named: named[1].numel())
@@ -129,8 +130,8 @@ def build_random(model_class: type[nn.Module], config: Any, seed: int) -> Any:
 
 
 _REMEDY = (
-    "So verify_parallel can't compare it with Transformers: leave verify_parallel out, and compare a short run with one "
-    "without parallel sizes yourself."
+    "So verify_parallel can't compare it with Transformers: leave verify_parallel out, and compare a short run with "
+    "one without parallel sizes yourself."
 )
 
 
