@@ -2,7 +2,8 @@
 
 The copy (:mod:`lightning_zero3.moe.scaled_down`) is of the model's own classes and config. It goes the way that the
 model itself goes next: the same path in a module, AutoEP and AutoTP by the same targets, a DeepSpeed engine by the
-run's config, on all ranks; partitioned while it is built where the model is. Plain Transformers computes the same, whole, on
+run's config, on all ranks;
+partitioned while it is built where the model is. Plain Transformers computes the same, whole, on
 each rank for itself.
 """
 
@@ -306,8 +307,8 @@ def _message(wrong: Mapping[str, float], of: int, model: str, sizes: str, config
     return (
         f"verify_parallel: a small copy of {model} ({sizes}) doesn't compute what plain Transformers computes; this "
         f"run would train another function. {len(wrong)} of {of} tensors differ by more than {verify.EXACT:.0e}, "
-        f"relatively (a gradient's name begins with 'd '): {', '.join(f'{name} {wrong[name]:.1e}' for name in worst)}. Look first "
-        "at what overrides the model's own config"
+        f"relatively (a gradient's name begins with 'd '): {', '.join(f'{name} {wrong[name]:.1e}' for name in worst)}. "
+        "Look first at what overrides the model's own config"
         + (
             f" ({', '.join(entries)})"
             if entries

@@ -79,5 +79,6 @@ def refuse_nothing_to_verify(config: Mapping[str, Any]) -> None:
     if ds_config.expert_parallel_section(config) is None and ds_config.tensor_parallel_section(config) is None:
         raise NothingToVerifyError(
             "verify_parallel=True compares layers that expert_parallel_size replaces or tensor_parallel_size (2 or "
-            "more) splits with Transformers' own, and neither is asked for. Set one of them, or leave verify_parallel out."
+            "more) splits with Transformers' own, and neither is asked for. "
+            "Set one of them, or leave verify_parallel out."
         )
