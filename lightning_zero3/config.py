@@ -25,6 +25,7 @@ _SWITCHES = (
     "batch_optimizer_step",
     "coalesce_persistent_gather",
     "skip_redundant_release",
+    "verify_parallel",
     "stock_semantics",
 )
 
@@ -56,6 +57,8 @@ class Zero3Options:
             experts' loads without an auxiliary loss; ``None`` leaves biases as they are.
         tensor_parallel_size: Number of consecutive ranks that share each layer and see the same data. ``None`` and 1
             leave layers whole.
+        verify_parallel: Before training, compare logits, losses and every gradient of a small copy of the model with
+            plain Transformers, and raise where they differ. Needs ``expert_parallel_size`` or ``tensor_parallel_size``.
         stock_semantics: Give exactly ``deepspeed_stage_3``'s numbers, its known faults included: none of the
             corrections that docs/corrections.md lists is applied.
 
@@ -82,6 +85,7 @@ class Zero3Options:
     expert_parallel_preset: str | None = None
     router_bias_update_speed: float | None = None
     tensor_parallel_size: int | None = None
+    verify_parallel: bool = False
     stock_semantics: bool = False
 
     def __post_init__(self) -> None:

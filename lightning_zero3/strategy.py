@@ -72,6 +72,11 @@ class Zero3FastStrategy(PeerBatchesStrategy, SteppingStrategy):
             without ``expert_parallel_size``.
         tensor_parallel_size: Number of consecutive ranks that share each layer and see the same data. ``None`` and 1
             leave layers whole. It must divide the number of ranks, of heads and the layers' widths.
+        verify_parallel: Before training, compare logits, loss, auxiliary loss and every gradient of a small copy of the
+            Hugging Face model, with this run's parallel sizes and DeepSpeed config, with plain Transformers on one
+            process, within 1e-5 in fp32 (and what routers choose in bf16, where the run is in bf16), and raise
+            ``DifferentMathematicsError`` on all ranks where they differ. Takes seconds; weights, memory and random
+            states stay as they are. Needs ``expert_parallel_size`` or ``tensor_parallel_size``.
         stock_semantics: Give exactly ``deepspeed_stage_3``'s numbers, its known faults included: none of the
             corrections that docs/corrections.md lists is applied.
         **deepspeed_arguments: Any other argument of ``lightning.pytorch.strategies.DeepSpeedStrategy`` but ``stage``
@@ -100,6 +105,7 @@ class Zero3FastStrategy(PeerBatchesStrategy, SteppingStrategy):
         expert_parallel_preset: str | None = None,
         router_bias_update_speed: float | None = None,
         tensor_parallel_size: int | None = None,
+        verify_parallel: bool = False,
         stock_semantics: bool = False,
         **deepspeed_arguments: Any,
     ) -> None:
@@ -115,6 +121,7 @@ class Zero3FastStrategy(PeerBatchesStrategy, SteppingStrategy):
             expert_parallel_preset=expert_parallel_preset,
             router_bias_update_speed=router_bias_update_speed,
             tensor_parallel_size=tensor_parallel_size,
+            verify_parallel=verify_parallel,
             stock_semantics=stock_semantics,
         )
         _refuse_fixed_arguments(deepspeed_arguments)
@@ -268,19 +275,25 @@ class Zero3FastStrategy(PeerBatchesStrategy, SteppingStrategy):
         self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> tuple[Any, Any]:
         from lightning_zero3.engine import build_training_engine
+        from lightning_zero3.verify_parallel import verify_parallel
 
         assert isinstance(self.config, dict)
         refuse_meta_tensors(model)
         target, split, config = parallel_layers.targets(model, self.config, self.world_size)
         if target is not None and self.options.router_bias_update_speed is None:
             auxiliary_loss.warn_if_off(target.module, target.path)
+        switches = Switches.from_options(self.options)
+        if self.options.verify_parallel:
+            verify_parallel(
+                target, split, self.config, self.parallel_layout, local_rank=self._device_index, switches=switches
+            )
         return build_training_engine(
             model,
             config=config,
             optimizer=optimizer,
             lr_scheduler=lr_scheduler,
             local_rank=self._device_index,
-            switches=Switches.from_options(self.options),
+            switches=switches,
             target=target,
             split=split,
             print_timers=not self._quiet_timers,
@@ -356,6 +369,8 @@ class Zero3FastStrategy(PeerBatchesStrategy, SteppingStrategy):
         experts = ds_config.expert_parallel_section(self.config)
         tensors = ds_config.tensor_parallel_section(self.config)
         module = self.lightning_module
+        if self.options.verify_parallel and (module is None or module.trainer.state.fn == TrainerFn.FITTING):
+            parallel_layers.refuse_nothing_to_verify(self.config)
         if (experts is None and tensors is None) or module is None:
             return
         asked = "expert_parallel_size" if experts is not None else "tensor_parallel_size"

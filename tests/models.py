@@ -26,6 +26,8 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
     Qwen3_5MoeForConditionalGeneration,
 )
 
+from lightning_zero3.moe.scaled_down import build_random
+
 # What all of them have in common. Ten times Transformers' own initialisation: what one layer does must be visible in
 # the logits of so small a model.
 _SMALL: dict[str, Any] = {
@@ -189,26 +191,13 @@ def tiny(family: str, **overrides: Any) -> PretrainedConfig:
 def build(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
     """A model in which nothing is at a value where losing it would change nothing.
 
-    Routers are spread out, so that tokens choose different experts and none nearly ties; correction biases, which
-    Transformers starts at zero, change the choice; norms and other vectors aren't ones and zeros.
-
     Args:
         config: See :func:`tiny`.
         seed: The same seed gives the same values.
     """
     (model_class,) = (each for kind, each, _ in (*FAMILIES.values(), *COMPOSITES.values()) if kind is type(config))
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
-        model = model_class(config)
-        for name, parameter in model.named_parameters():
-            if parameter.ndim == 1:
-                parameter.add_(torch.randn_like(parameter), alpha=0.2)
-            elif name.endswith(".gate.weight"):
-                parameter.normal_(std=0.5)
-        for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.uniform_(-0.5, 0.5)
-    return model
+    with torch.random.fork_rng(devices=[]):
+        return build_random(model_class, config, seed)
 
 
 def tiny_glm(**overrides: Any) -> Glm4MoeConfig:

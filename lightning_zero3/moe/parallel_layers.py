@@ -8,8 +8,13 @@ from typing import Any
 from torch import nn
 
 from lightning_zero3 import ds_config
+from lightning_zero3.config import SetupError
 from lightning_zero3.moe import expert_parallel, tensor_parallel
 from lightning_zero3.topology import Topology
+
+
+class NothingToVerifyError(SetupError):
+    """``verify_parallel`` without expert or tensor parallelism."""
 
 
 def topology_of(config: Mapping[str, Any], world_size: int) -> Topology:
@@ -60,3 +65,20 @@ def targets(
         tensor_parallel.check_layers(split, topology)
         found["partition"] = split.partition
     return target, split, ds_config.with_parallel_layers(config, **found)
+
+
+def refuse_nothing_to_verify(config: Mapping[str, Any]) -> None:
+    """Refuse a comparison where no layer is replaced or split.
+
+    Args:
+        config: A completed DeepSpeed config.
+
+    Raises:
+        NothingToVerifyError: It asks for neither.
+    """
+    if ds_config.expert_parallel_section(config) is None and ds_config.tensor_parallel_section(config) is None:
+        raise NothingToVerifyError(
+            "verify_parallel=True compares layers that expert_parallel_size replaces or tensor_parallel_size (2 or "
+            "more) splits with Transformers' own, and neither is asked for. "
+            "Set one of them, or leave verify_parallel out."
+        )

@@ -23,7 +23,7 @@ EXACT = 1e-5
 
 
 @pytest.fixture(autouse=True)
-def _preset_exists(request: pytest.FixtureRequest) -> None:
+def needs_its_preset(request: pytest.FixtureRequest) -> None:
     # DeepSpeed 0.19.7 has none for MiniMax-M3.
     parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
     if parameters.get("family") == "minimax" and "minimax_m3" not in available_preset_names():

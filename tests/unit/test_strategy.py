@@ -249,6 +249,13 @@ def test_tensor_parallel_sizes_that_fit_nothing():
     assert "tensor_parallel_size is set, but Regression holds no Hugging Face model" in message
 
 
+@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 1}])
+def test_there_must_be_something_to_verify(options):
+    message = refused(ValueError, Zero3FastStrategy(verify_parallel=True, **options), *language())
+    assert "expert_parallel_size replaces or tensor_parallel_size (2 or more) splits" in message
+    assert "leave verify_parallel out" in message
+
+
 @pytest.mark.usefixtures("world_of_two")
 def test_a_tensor_parallel_size_is_checked_before_a_model_is_built():
     class Later(Language):
