@@ -140,6 +140,7 @@ def check_against_trainer(
         )
     _check_batch_size(config, micro_batch_size, trainer.accumulate_grad_batches, world_size)
     check_precision(config, precision)
+    _refuse_swapping_in_16_bits(config, precision)
 
 
 def settle_trainer_values(config: MutableMapping[str, Any]) -> None:
@@ -279,6 +280,38 @@ def _set_tensor_parallel(config: Config, options: Zero3Options) -> None:
             "would count each token's gradients once per tensor-parallel rank. Make expert_parallel_size 2 or more, or "
             "leave it out."
         )
+    if tensor is not None and experts is not None:
+        _refuse_offload(config, f"tensor_parallel_size={tensor['autotp_size']}, expert_parallel_size", experts)
+
+
+def _refuse_offload(config: Config, what: str, experts: Config) -> None:
+    """Say early what DeepSpeed says in its engine: it has no offload under both parallelisms at once (0.19.8)."""
+    for argument, path in _OFFLOAD_SECTIONS.items():
+        section = _section(config, path)
+        if section and section.get("device", "none") != "none":
+            raise ConfigConflictError(
+                f"{what}={experts.get('autoep_size', 1)} and {argument}: DeepSpeed offloads under one of the two "
+                f"only. Leave {argument} ({'.'.join(path)}) out, and share the model out over more ranks instead; or "
+                "leave out one of the two sizes."
+            )
+
+
+def _refuse_swapping_in_16_bits(config: Mapping[str, Any], precision: str) -> None:
+    """Refuse what DeepSpeed computes wrongly, silently: it reads back other numbers than it has written.
+
+    Upstream: ``swap_tensor`` (0.19.7, 0.19.8); docs/upstream/nvme_16_bit.md. Expires when a swapped run has the numbers
+    of one that isn't.
+    """
+    autocast = bool(config.get("torch_autocast", {}).get("enabled", False))
+    asked = "torch_autocast" if autocast else f'precision="{precision}"'
+    for name, wrong in (("offload_optimizer", autocast or precision != "32-true"), ("offload_param", autocast)):
+        section = _section(config, (_ZERO, name))
+        if wrong and section and section.get("device") == "nvme":
+            raise ConfigConflictError(
+                f"{name} to nvme with {asked}: DeepSpeed trains on wrong numbers then, without a word. Offload to the "
+                f'CPU instead ({name}_device="cpu", or zero_optimization.{name}.device), or pass precision="32-true" '
+                "without torch_autocast."
+            )
 
 
 def _check_batch_size(config: Mapping[str, Any], loaders: int | None, accumulate: int, world_size: int) -> None:

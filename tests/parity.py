@@ -65,8 +65,8 @@ def plain(config: Any, lanes: int, **arguments: Any) -> list[dict[str, torch.Ten
     return [{**result, **gradients} for result in results]
 
 
-def _whole(name: str, value: torch.Tensor, shape: torch.Size, layout: Topology) -> torch.Tensor:
-    """The gradient of a whole weight, from those of its slices on all tensor-parallel ranks."""
+def whole(name: str, value: torch.Tensor, shape: torch.Size, layout: Topology) -> torch.Tensor:
+    """A whole weight or its gradient, from the slices on all tensor-parallel ranks."""
     slices: list[Any] = [None] * layout.world_size
     distributed.all_gather_object(slices, value)
     mine = [slices[peer] for peer in layout.tensor_parallel_ranks(distributed.get_rank())]
@@ -126,7 +126,7 @@ def relative_errors(
         ours = {name.replace(".mlp.shared_expert.", ".mlp.shared_experts."): value for name, value in ours.items()}
     assert not [name for name in ours if name not in theirs and ours[name].any()]
     ours = {
-        name: _whole(name, ours[name], value.shape, layout) if name.startswith("d ") else ours[name]
+        name: whole(name, ours[name], value.shape, layout) if name.startswith("d ") else ours[name]
         for name, value in theirs.items()
         if name in ours
     }
