@@ -14,7 +14,13 @@ from torch import nn
 
 from lightning_zero3.capabilities import parts_to_leave_out
 from lightning_zero3.moe import tensor_parallel
-from lightning_zero3.moe.expert_parallel import ExpertParallelTarget, NoMoELayerError, already_replaced, auto_ep_on, keep_eager
+from lightning_zero3.moe.expert_parallel import (
+    ExpertParallelTarget,
+    NoMoELayerError,
+    already_replaced,
+    auto_ep_on,
+    keep_eager,
+)
 from lightning_zero3.moe.leaf_modules import mark_leaf_modules, warn_of_unmarked, watch_leaf_calls
 from lightning_zero3.moe.tensor_parallel import TensorParallelTarget
 from lightning_zero3.optimizer.switches import Switches

@@ -6,7 +6,6 @@ What differs between the two is the optimizer's class and nothing else, so that 
 from __future__ import annotations
 
 import copy
-import importlib
 from typing import Any
 
 import torch
@@ -24,12 +23,6 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16 masters": {"bf16": BF16_MASTERS},
     "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
 }
-
-
-def async_io_works() -> bool:
-    """Whether DeepSpeed's NVMe offload can be built here."""
-    builder = importlib.import_module("deepspeed.ops.op_builder.async_io").AsyncIOBuilder()
-    return bool(builder.is_compatible(verbose=False))
 
 
 class Trainable(Regression):

@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_zero3 import Zero3FastStrategy
 from lightning_zero3.config import ConfigConflictError
-from lightning_zero3.grid import AXES, Cell, cells, refusal_of
-from tests.engines import async_io_works
+from lightning_zero3.grid import Cell, cells, refusal_of
 from tests.fits import QUIET, Language, Sentences
 from tests.grid_runs import Outcome, options, run_cell, signs_of
 
@@ -53,9 +52,11 @@ def covering(chosen: list[Cell]) -> list[Cell]:
     return picked
 
 
+SIMPLE = Cell(1, 1, "none", "32-true", "none", False, "whole")
 REFUSED = [cell for cell in cells() if refusal_of(cell) is not None]
 RUN = [cell for cell in cells() if cell not in REFUSED]
-BY_DEFAULT = covering(RUN)
+# The last: AutoEP's layers in fp32 failed when they were compiled.
+BY_DEFAULT = [*covering(RUN), Cell(2, 1, "none", "32-true", "none", True, "whole")]
 PARAMETERS = [
     pytest.param(cell, id=cell.name, marks=() if cell in BY_DEFAULT else pytest.mark.slow)
     for cell in sorted(RUN, key=lambda cell: cell.world_size)
@@ -66,11 +67,15 @@ def outcome_of(*arguments: Any) -> Outcome:
     return run_cell(*arguments)
 
 
+REFUSALS = [
+    pytest.param(cell, id=cell.name, marks=() if cell == dataclasses.replace(SIMPLE, **sizes) else pytest.mark.slow)
+    for cell in REFUSED
+    for sizes in [{axis: getattr(cell, axis) for axis in ("experts", "tensors", "offload")}]
+]
+
+
 def check(ranks: Any, cell: Cell, folder: str, backend: str = "eager") -> None:
-    pool = ranks(cell.world_size)
-    if cell.offload == "nvme" and not all(pool.run(async_io_works)):
-        pytest.skip("DeepSpeed's async_io can't be built here: install libaio-dev")
-    for outcome in pool.run(outcome_of, cell, folder, backend):
+    for outcome in ranks(cell.world_size).run(outcome_of, cell, folder, backend):
         assert outcome.signs == signs_of(cell)
         seen = (outcome.loss, outcome.norm, outcome.weights)
         within = [value < bound for value, bound in zip(seen, BOUNDS[cell.precision], strict=True)]
@@ -91,19 +96,18 @@ def test_code_that_is_really_compiled(ranks, tmp_path, experts, tensors, precisi
 
 
 def test_every_pair_of_settings_is_run_by_default():
-    every = {(one, other) for a, b in itertools.combinations(AXES, 2) for one in AXES[a] for other in AXES[b]}
-    assert len(set().union(*map(pairs_of, RUN))) >= len(every)
+    assert len(BY_DEFAULT) < len(RUN) / 10
     assert set().union(*map(pairs_of, BY_DEFAULT)) == set().union(*map(pairs_of, RUN))
 
 
 @pytest.mark.parametrize("precision", BOUNDS)
 def test_the_bounds_see_a_gradient_that_is_a_little_too_large(ranks, tmp_path, precision):
-    cell = Cell(1, 1, "none", precision, "none", False, "whole")
+    cell = dataclasses.replace(SIMPLE, precision=precision)
     for outcome in ranks(2).run(outcome_of, cell, str(tmp_path), "eager", 1.03):
         assert outcome.norm > BOUNDS[precision][1]
 
 
-@pytest.mark.parametrize("cell", REFUSED, ids=lambda cell: cell.name)
+@pytest.mark.parametrize("cell", REFUSALS)
 def test_a_refused_cell_says_so_before_any_process_group(tmp_path, cell):
     strategy, precision = options(cell, str(tmp_path))
     with pytest.raises(ConfigConflictError, match=re.escape(refusal_of(cell).message)):
