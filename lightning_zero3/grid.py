@@ -159,8 +159,8 @@ def markdown() -> str:
         "",
         f"{len(every)} cells: {kinds.count('tested')} tested, {kinds.count('refused')} refused, "
         f"{kinds.count('untested')} untested; on CPUs with gloo, nothing on CUDA. A tiny Qwen3-MoE is trained for "
-        "three steps through a Trainer; losses, gradient norms and every weight are compared with plain Transformers in "
-        "one process. 2 ranks, and 4 where expert and tensor parallelism meet.",
+        "three steps through a Trainer; losses, gradient norms and every weight are compared with plain Transformers "
+        "in one process. 2 ranks, and 4 where expert and tensor parallelism meet.",
         "",
         f"- ✓ tested: `{TEST}[NAME]`, with NAME as in `{next(iter(every)).name}`. By default a set of cells in which "
         'every pair of settings occurs; all of them by `-m "slow or not slow"`.',
