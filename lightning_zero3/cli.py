@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from lightning_zero3.config import SetupError
 
 # Command → module:function. A function's signature and docstring are its options and help; it returns the exit status.
-COMMANDS = {}
+COMMANDS = {
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
