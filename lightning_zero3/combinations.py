@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_zero3 import grid
 from lightning_zero3.capabilities import UPSTREAM_FIXES, UPSTREAM_LIMITS
 
 Status = Literal["tested", "refused", "upstream's path", "untested"]
@@ -181,7 +182,7 @@ COMBINATIONS: tuple[Combination, ...] = (
         f"{_D}/test_peer_batches.py::test_peers_with_different_batches_are_told_before_anything_is_computed",
     ),
     Combination(
-        "tensor parallelism with offload, checkpoints, 16-bit or single files",
+        "tensor parallelism with checkpoints, 16-bit or single files",
         "untested",
     ),
     Combination(
@@ -205,7 +206,8 @@ COMBINATIONS: tuple[Combination, ...] = (
     Combination(
         "optimizer on NVMe, swappable and other sub-groups mixed",
         "tested",
-        "no alias; upstream's step prepares no gradients there, so it clears none",
+        "on an engine alone; refused in a fit (the grid). No alias; upstream's step prepares no gradients there, so it "
+        "clears none",
         f"{_D}/test_step_paths.py::test_nvme_swap_with_swappable_and_other_sub_groups_mixed",
     ),
     Combination(
@@ -325,7 +327,13 @@ COMBINATIONS: tuple[Combination, ...] = (
         "two copies",
         f"{_D}/test_master_alias.py::test_whatever_moves_weights_or_masters_keeps_two_copies",
     ),
-    Combination("tensor parallelism, SuperOffload, torch.compile", "untested"),
+    Combination(
+        "a LightningModule wrapped by `torch.compile`",
+        "refused",
+        "by Lightning; compile inner modules in place (`self.model.compile()`)",
+        f"{_D}/test_grid.py::test_a_whole_module_that_was_wrapped_is_refused_by_lightning",
+    ),
+    Combination("SuperOffload", "untested"),
 )
 
 
@@ -343,6 +351,7 @@ def markdown() -> str:
         f"| {row.what} | {row.status} | {row.note} | {f'`{row.evidence}`' if row.evidence else ''} |"
         for row in COMBINATIONS
     ]
+    lines += ["", *grid.markdown().splitlines()]
     lines += [
         "",
         "## What is worked around in DeepSpeed's Stage-3 optimizer",

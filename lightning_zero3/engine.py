@@ -14,7 +14,13 @@ from torch import nn
 
 from lightning_zero3.capabilities import parts_to_leave_out
 from lightning_zero3.moe import tensor_parallel
-from lightning_zero3.moe.expert_parallel import ExpertParallelTarget, NoMoELayerError, already_replaced, auto_ep_on
+from lightning_zero3.moe.expert_parallel import (
+    ExpertParallelTarget,
+    NoMoELayerError,
+    already_replaced,
+    auto_ep_on,
+    keep_eager,
+)
 from lightning_zero3.moe.leaf_modules import mark_leaf_modules, warn_of_unmarked, watch_leaf_calls
 from lightning_zero3.moe.tensor_parallel import TensorParallelTarget
 from lightning_zero3.optimizer.switches import Switches
@@ -97,8 +103,10 @@ def build_training_engine(
             f"DeepSpeed built its own {type(built).__name__} instead of FastStage3Optimizer, so the switches of "
             "zero3_fast have no effect in this run: this configuration, or this DeepSpeed, has another Stage-3 path."
         )
-    if target is not None and not already_replaced(module):
-        raise NoMoELayerError(f"AutoEP replaced no layer of {target.path or type(module).__name__}.")
+    if target is not None:
+        if not already_replaced(module):
+            raise NoMoELayerError(f"AutoEP replaced no layer of {target.path or type(module).__name__}.")
+        keep_eager(module)
     if leaf_modules:
         watch_leaf_calls(module)
     if split is not None:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_zero3.capabilities import OUTPUT_RECORDERS
@@ -201,7 +202,25 @@ def check_declared_configs(root: nn.Module, requested_preset: str | None, topolo
 
 def already_replaced(root: nn.Module) -> bool:
     """Whether AutoEP's layers are in place, from an earlier engine."""
-    return any(getattr(module, "_is_autoep_layer", False) for module in root.modules())
+    return any(True for _ in _layers(root))
+
+
+def _layers(root: nn.Module) -> Iterator[nn.Module]:
+    return (module for module in root.modules() if getattr(module, "_is_autoep_layer", False))
+
+
+def keep_eager(root: nn.Module) -> None:
+    """Have ``torch.compile`` leave AutoEP's layers as they are, and compile what is around them.
+
+    Their exchange of tokens depends on what routers choose, and ``torch._grouped_mm``'s shape function (torch 2.13)
+    takes bf16 only, so that compiling them in fp32 fails. DeepSpeed does the same in ``compile_autoep_non_moe_regions``
+    (0.19.8), which it refuses under Stage 3. Expires when that is called under Stage 3 too.
+
+    Args:
+        root: A module whose layers AutoEP has replaced.
+    """
+    for layer in _layers(root):
+        layer.forward = torch.compiler.disable(layer.forward)
 
 
 @contextmanager
