@@ -20,7 +20,7 @@ def read_memory(device: torch.device) -> dict[str, float]:
         device: The training device. Only CUDA devices have GPU metrics; on a CPU the host's stand alone.
 
     Returns:
-        Metric name → GiB. On CUDA the allocator's peaks are reset, so the next call's peaks are of the span between.
+        Metric name → GiB, or a count. On CUDA the allocator's peaks are reset, so the next call's peaks are of the span between.
     """
     resident = psutil.Process().memory_info().rss
     # The kernel updates its high-water mark lazily: it may lag behind what is resident now.
@@ -29,6 +29,7 @@ def read_memory(device: torch.device) -> dict[str, float]:
         values[names.PEAK_ALLOCATED] = torch.cuda.max_memory_allocated(device) / GIB
         values[names.PEAK_RESERVED] = torch.cuda.max_memory_reserved(device) / GIB
         values[names.ALLOCATED_BETWEEN_STEPS] = torch.cuda.memory_allocated(device) / GIB
+        values[names.ALLOCATOR_RETRIES] = float(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
         torch.cuda.reset_peak_memory_stats(device)
     return values
 
