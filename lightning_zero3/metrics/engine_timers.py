@@ -62,8 +62,8 @@ def read_at_steps_end(engine: Any) -> None:
     """Have an engine with on-demand timers read them where a logged step ends, and nowhere else.
 
     Upstream symbols: ``DeepSpeedEngine._update_wall_clock_timers``, which reads after every micro-step, and
-    ``print_forward_breakdown``, a line for each step of a model with AutoEP's layers, which reads, too (0.19.7,
-    0.19.8). Replaced on this engine only.
+    ``print_forward_breakdown``, a line for each step of a model with AutoEP's layers (0.19.7, 0.19.8). Replaced on this
+    engine only.
 
     Args:
         engine: A DeepSpeed engine that was built with :func:`on_demand_timers`.
@@ -74,6 +74,7 @@ def read_at_steps_end(engine: Any) -> None:
         if engine.timers.running and engine.is_gradient_accumulation_boundary():
             known = engine.timers.get_timers()
             engine.engine_timers_cache = {name: timer.elapsed(reset=False) for name, timer in known.items()}
+            engine.timers.running = False  # what is left of step() would read once more, to print
 
     engine._update_wall_clock_timers = snapshot
     engine.print_forward_breakdown = lambda *_, **__: None
