@@ -21,11 +21,26 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from step_arms import VOCABULARY, tiny_glm
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_zero3 import Zero3FastStrategy, Zero3Monitor
 
 ARMS = ("without", "with")
+
+
+class Sentences(Dataset[dict[str, torch.Tensor]]):
+    """Token ids, to be predicted from those before."""
+
+    def __init__(self, ids: torch.Tensor) -> None:
+        self.ids = ids
+
+    def __len__(self) -> int:
+        """How many."""
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """One sample."""
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
 
 
 class Module(pl.LightningModule):
@@ -112,7 +127,7 @@ def measure(steps: int, tokens: int, warm_up: int) -> dict[str, Any]:
             enable_progress_bar=False,
             enable_model_summary=False,
             callbacks=[monitor],
-        ).fit(Module(), DataLoader([{"input_ids": row, "labels": row} for row in ids], batch_size=1))
+        ).fit(Module(), DataLoader(Sentences(ids), batch_size=1))
     times = monitor.milliseconds
     pairs = list(zip(*(times[arm] for arm in ARMS), strict=False))
     difference = statistics.median(with_it - without for without, with_it in pairs)

@@ -3,8 +3,8 @@
 Counted as in arXiv:2204.02311, appendix B: products of matrices only, two FLOPs for a multiplication and an addition;
 nothing for recomputed activations. Beyond that: only the experts that a token goes to; attention over the keys that a
 query sees (itself and those before it, within a window or the chosen blocks where the model has such), at the
-sequences' own lengths; a backward that makes no gradients for frozen weights. What isn't known isn't guessed:
-:class:`UnknownFlopsError`.
+sequences' own lengths; no gradients of frozen weights, and none of an indexer, whose choice passes none on. What isn't
+known isn't guessed: :class:`UnknownFlopsError`.
 
 Note [How layers are recognised]
     By what they hold, not by a table of models. Weights of linear layers, routers and convolutions are used once per
@@ -16,7 +16,7 @@ Note [How layers are recognised]
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,11 +37,13 @@ class Attention:
         per_pair: FLOPs of a forward for one query and one key, of all heads.
         window: The most keys that a query sees, itself included; None for all before it.
         blocks: Size of a block of keys, and how many of them a query sees, its own always among them.
+        backward: Whether gradients pass through.
     """
 
     per_pair: int
     window: int | None = None
     blocks: tuple[int, int] | None = None
+    backward: bool = True
 
     def pairs(self, length: int) -> int:
         """Pairs of a query and a key that it sees, in a sequence.
@@ -69,12 +71,14 @@ class ModelFlops:
         trained_weights: Of these, with weights that are trained.
         states: Of a forward, per token, without weights and whatever comes before (linear attention).
         attention: One for each layer that has it.
+        choices: Of a forward, per token, with weights that choose what is looked at: nothing comes back through them.
     """
 
     weights: int
     trained_weights: int
     states: int = 0
     attention: tuple[Attention, ...] = ()
+    choices: int = 0
 
     def forward(self, lengths: Sequence[int]) -> int:
         """FLOPs of a forward.
@@ -85,10 +89,10 @@ class ModelFlops:
         >>> ModelFlops(weights=100, trained_weights=100, attention=(Attention(10),)).forward([1, 2])
         340
         """
-        return sum(lengths) * (self.weights + self.states) + self._of_pairs(lengths)
+        return sum(lengths) * (self.weights + self.choices + self.states) + self._of_pairs(lengths, self.attention)
 
     def training(self, lengths: Sequence[int]) -> int:
-        """FLOPs of a forward and a backward; none for a model of which nothing is trained.
+        """FLOPs of a forward and a backward; whatever is trained of the model.
 
         Args:
             lengths: Tokens of each sequence.
@@ -97,11 +101,15 @@ class ModelFlops:
         240
         """
         # Backward: the gradient of what came in takes another forward's products, and so does that of the weights.
-        without_weights = sum(lengths) * self.states + self._of_pairs(lengths)
-        return sum(lengths) * (2 * self.weights + self.trained_weights) + 3 * without_weights
+        of_weights = sum(lengths) * (self.weights + self.trained_weights)
+        two_sided = [kind for kind in self.attention if kind.backward]
+        return (
+            self.forward(lengths) + of_weights + 2 * (sum(lengths) * self.states + self._of_pairs(lengths, two_sided))
+        )
 
-    def _of_pairs(self, lengths: Sequence[int]) -> int:
-        return sum(kind.per_pair * kind.pairs(length) for kind in self.attention for length in lengths)
+    @staticmethod
+    def _of_pairs(lengths: Sequence[int], attention: Iterable[Attention]) -> int:
+        return sum(kind.per_pair * kind.pairs(length) for kind in attention for length in lengths)
 
 
 def flops_or_reason(root: nn.Module) -> ModelFlops | str:
@@ -132,11 +140,14 @@ def count_flops(root: nn.Module) -> ModelFlops:
     config = model.config.get_text_config()
     modules = list(_language_modules(model, config))
     attention: list[Attention] = []
-    weights = trained = states = mixers = 0
+    choosing = {id(part) for _, module in modules for part in _indexer_of(module)}
+    weights = trained = states = choices = mixers = 0
     for path, module in modules:
         used, with_gradient = _of_weights(path, module, config)
-        weights += used
-        trained += with_gradient
+        if id(module) in choosing:
+            choices += used
+        else:
+            weights, trained = weights + used, trained + with_gradient
         if (state := _of_states(module)) is not None:
             states, mixers = states + state, mixers + 1
         elif (kinds := _attention_of(path, module, config)) is not None:
@@ -145,7 +156,12 @@ def count_flops(root: nn.Module) -> ModelFlops:
         raise UnknownFlopsError(
             f"{type(model).__name__} has {config.num_hidden_layers} layers, but attention was recognised in {mixers}."
         )
-    return ModelFlops(weights, trained, states, tuple(attention))
+    return ModelFlops(weights, trained, states, tuple(attention), choices)
+
+
+def _indexer_of(module: nn.Module) -> Iterable[nn.Module]:
+    indexer = getattr(module, "indexer", None)
+    return indexer.modules() if isinstance(indexer, nn.Module) else ()
 
 
 def _the_model(root: nn.Module) -> Any:
@@ -154,7 +170,8 @@ def _the_model(root: nn.Module) -> Any:
     for module in root.modules():
         if id(module) not in inside and hasattr(module, "save_pretrained") and hasattr(module.config, "model_type"):
             # PEFT's wrapper has the config of the model in it.
-            outermost.append(module.get_base_model() if hasattr(module, "get_base_model") else module)
+            found: Any = module
+            outermost.append(found.get_base_model() if hasattr(found, "get_base_model") else found)
             inside.update(map(id, module.modules()))
     if len(outermost) != 1:
         raise UnknownFlopsError(f"{type(root).__name__} holds {len(outermost)} Hugging Face models, not one.")
@@ -228,7 +245,8 @@ def _attention_of(path: str, module: Any, config: Any) -> list[Attention] | None
         raise UnknownFlopsError(f"{path} ({type(module).__name__}) chooses keys in an unknown way.")
     blocks = (indexer.block_size, max(indexer.topk_blocks, indexer.local_blocks))
     # The indexer scores every key that comes before.
-    return [Attention(_PER_WEIGHT * indexer.num_heads * indexer.head_dim), Attention(per_pair, blocks=blocks)]
+    scores = Attention(_PER_WEIGHT * indexer.num_heads * indexer.head_dim, backward=False)
+    return [scores, Attention(per_pair, blocks=blocks)]
 
 
 def _window(module: Any, config: Any) -> int | None:

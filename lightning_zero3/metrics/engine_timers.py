@@ -40,7 +40,7 @@ def on_demand_timers() -> type[Any]:
     """
     from deepspeed.utils.timer import NoopTimer, SynchronizedWallClockTimer
 
-    class OnDemandTimers(SynchronizedWallClockTimer):  # type: ignore[misc]
+    class OnDemandTimers(SynchronizedWallClockTimer):
         """DeepSpeed's timers, which start only while ``running``."""
 
         running = False
@@ -87,7 +87,7 @@ def start_timing(engine: Any, *, new_step: bool) -> None:
         engine: A DeepSpeed engine, or any other module.
         new_step: Whether the batch is the step's first.
     """
-    timers = getattr(engine, "timers", None)
+    timers: Any = getattr(engine, "timers", None)
     if not hasattr(timers, "running"):
         return
     for name, timer in timers.get_timers().items():
@@ -102,7 +102,7 @@ def stop_timing(engine: Any) -> None:
     Args:
         engine: A DeepSpeed engine, or any other module.
     """
-    timers = getattr(engine, "timers", None)
+    timers: Any = getattr(engine, "timers", None)
     if hasattr(timers, "running"):
         timers.running = False
 
@@ -138,4 +138,3 @@ def discard_forward_times(engine: Any) -> None:
     for name in _FORWARD_TIMERS:
         if name in known:
             known[name].reset()
-

@@ -35,7 +35,7 @@ class PackedOverRanks(Metric):
 
     >>> metric = PackedOverRanks(["maximum", "sum"])
     >>> metric.update([3.0, torch.tensor(4.0)])
-    >>> [entry.value for entry in metric.compute()]
+    >>> metric.compute()[0].tolist()
     [3.0, 4.0]
     """
 
@@ -58,11 +58,16 @@ class PackedOverRanks(Metric):
         """
         self.values = packed(values, self.device)
 
-    def compute(self) -> list[Combined]:
-        """The combined values; torchmetrics has synchronised the state before."""
-        if self.values.ndim == 1:  # a single process
-            return [Combined(value, value, 0) for value in self.values.tolist()]
-        return [Combined(value, smallest, int(rank)) for value, smallest, rank in self.values.T.tolist()]
+    def compute(self) -> torch.Tensor:
+        """What ranks gave, combined; torchmetrics has synchronised the state before.
+
+        Returns:
+            Three rows: combined as was asked, the smallest, and the first rank that has the largest. A tensor, since
+            torchmetrics would look at every number of a list, which took longer than all the rest.
+        """
+        if self.values.ndim > 1:
+            return self.values
+        return torch.stack([self.values, self.values, torch.zeros_like(self.values)])  # a single process
 
     def _combine(self, by_rank: torch.Tensor) -> torch.Tensor:
         sums, means = self._sums.to(by_rank.device), self._means.to(by_rank.device)
@@ -70,6 +75,15 @@ class PackedOverRanks(Metric):
         # argmax alone may answer with any of several.
         largest_at = (by_rank == by_rank.amax(0)).to(torch.float64).argmax(0)
         return torch.stack([combined, by_rank.amin(0), largest_at.to(by_rank.dtype)])
+
+
+def combined_over_ranks(metric: PackedOverRanks) -> list[Combined]:
+    """Combine by the one collective, and wait for the result.
+
+    Args:
+        metric: With this rank's values.
+    """
+    return [Combined(value, smallest, int(rank)) for value, smallest, rank in metric.compute().T.tolist()]
 
 
 def packed(values: Sequence[float | torch.Tensor], device: torch.device | str) -> torch.Tensor:

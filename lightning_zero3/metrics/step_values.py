@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lightning_zero3.metrics import names
-from lightning_zero3.metrics.over_ranks import Combined, How, PackedOverRanks
+from lightning_zero3.metrics.over_ranks import Combined, How, PackedOverRanks, combined_over_ranks
 from lightning_zero3.metrics.router_load import router_load
 from lightning_zero3.metrics.throughput import rates
 
@@ -56,7 +56,7 @@ class StepValues:
             how += ["sum"] * self.expert_counts.numel()
         packed = PackedOverRanks(how).to(device)
         packed.update(values)
-        combined = packed.compute()
+        combined = combined_over_ranks(packed)
         known, (tokens, flops, peak), counts = (
             combined[: len(self.metrics)],
             combined[len(self.metrics) : len(self.metrics) + 3],

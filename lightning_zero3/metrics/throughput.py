@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ def lengths_in(batch: Any) -> list[int] | None:
         ids = batch.get("input_ids")
         by_sample = [lengths_in(sample) for sample in (ids if isinstance(ids, list | tuple) else [ids])]
         known = [lengths for lengths in by_sample if lengths is not None]
-        return sum(known, []) if known and len(known) == len(by_sample) else None
+        return list(chain.from_iterable(known)) if known and len(known) == len(by_sample) else None
     if isinstance(batch, list | tuple) and batch:
         return lengths_in(batch[0])
     if tokens_in(batch) is not None and batch.ndim:
@@ -62,9 +63,7 @@ def lengths_in(batch: Any) -> list[int] | None:
     return None
 
 
-def rates(
-    tokens: float, flops: float, peak: float, *, step_ms: float, world_size: int
-) -> dict[str, float]:
+def rates(tokens: float, flops: float, peak: float, *, step_ms: float, world_size: int) -> dict[str, float]:
     """Tokens per second and model FLOPs utilisation of one step.
 
     Args:

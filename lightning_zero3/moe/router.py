@@ -10,9 +10,9 @@ raised::
 with the loads of the whole batch: all micro-batches of all data-parallel ranks. GLM-4.5 and MiniMax's models are
 trained in the same way; Transformers has the bias (``e_score_correction_bias``) but never moves it.
 
-Upstream symbol: ``load_balance_coeff`` of the ``expert_parallel`` section, which AutoEP refuses for every model (0.19.7,
-0.19.8). What is counted, and by what: :mod:`lightning_zero3.expert_counts`; a router that returns no choice is refused
-in its first forward. Expires when DeepSpeed moves the bias.
+Upstream symbol: ``load_balance_coeff`` of the ``expert_parallel`` section, which AutoEP refuses for every model
+(0.19.7, 0.19.8). What is counted, and by what: :mod:`lightning_zero3.expert_counts`; a router that returns no choice is
+refused in its first forward. Expires when DeepSpeed moves the bias.
 """
 
 from __future__ import annotations

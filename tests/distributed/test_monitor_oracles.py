@@ -96,6 +96,9 @@ STEPS = {
 KNOWN = {"two experts": (2, 0.5, 2), "other ones on each rank": (1, 1, 0), "one in all of them": (2, 0.75, 1)}
 
 
+LOAD = (names.EXPERT_LOAD, names.EXPERT_ENTROPY, names.DEAD_EXPERTS)
+
+
 class Skewed(Language):
     """Sends every token where it is told to; in validation to the two last experts, several times."""
 
@@ -146,9 +149,7 @@ def test_a_skewed_router_gives_the_known_load(ranks, tmp_path, experts, checkpoi
     metrics = ranks(2).run(skewed, str(tmp_path), experts, checkpointing)[0]
     for step, label in enumerate(STEPS):
         for layer in ("", "/layer_1", "/layer_2"):
-            seen = tuple(
-                metrics[name + layer].get(step) for name in (names.EXPERT_LOAD, names.EXPERT_ENTROPY, names.DEAD_EXPERTS)
-            )
+            seen = tuple(metrics[name + layer].get(step) for name in LOAD)
             if label in KNOWN and (checkpointing or step % 2 == 1):
                 load, entropy, dead = KNOWN[label]
                 expected = (load, entropy, 2 * dead if layer == "" else dead)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_zero3.metrics.over_ranks import PackedOverRanks, packed
+from lightning_zero3.metrics.over_ranks import PackedOverRanks, combined_over_ranks, packed
 
 # Whole numbers: their float64 sums are exact in any order.
 NUMBERS = st.integers(-(2**40), 2**40).map(float)
@@ -80,14 +80,14 @@ def test_a_single_process_keeps_its_own_values(how: list[Any], data: st.DataObje
     values = data.draw(st.lists(NUMBERS, min_size=len(how), max_size=len(how)))
     metric = PackedOverRanks(how)
     metric.update(values)
-    assert metric.compute() == [(value, value, 0) for value in values]
+    assert combined_over_ranks(metric) == [(value, value, 0) for value in values]
 
 
 def test_the_last_update_counts() -> None:
     metric = PackedOverRanks(["sum", "maximum"])
     metric.update([1.0, 9.0])
     metric.update([2.0, 3.0])
-    assert metric.compute() == [(2.0, 2.0, 0), (3.0, 3.0, 0)]
+    assert combined_over_ranks(metric) == [(2.0, 2.0, 0), (3.0, 3.0, 0)]
 
 
 def test_a_reset_forgets() -> None:
@@ -95,7 +95,7 @@ def test_a_reset_forgets() -> None:
     metric.update([1.0, 9.0])
     metric.reset()
     metric.update([0.0, -1.0])
-    assert [entry.value for entry in metric.compute()] == [0.0, -1.0]
+    assert [entry.value for entry in combined_over_ranks(metric)] == [0.0, -1.0]
 
 
 def test_counts_of_bytes_and_tokens_stay_exact() -> None:
@@ -103,7 +103,7 @@ def test_counts_of_bytes_and_tokens_stay_exact() -> None:
     metric = PackedOverRanks(["maximum"])
     metric.float()  # Lightning casts modules; in float32 this number would be another
     metric.update([large])
-    assert [entry.value for entry in metric.compute()] == [large]
+    assert [entry.value for entry in combined_over_ranks(metric)] == [large]
 
 
 @pytest.mark.parametrize("how", ["maximum", "sum", "mean"])
