@@ -260,7 +260,7 @@ class Zero3Monitor(Callback):
         """Hand a step's metrics, over all ranks, to whoever shows them."""
         self._latest = values
         # As Lightning's own monitors do: log_dict makes a tensor and a torchmetrics metric of every number, which took
-        # 4 % of a small model's step.
+        # several percent of a small model's step.
         for logger in trainer.loggers:
             logger.log_metrics(dict(values), step=trainer.fit_loop.epoch_loop._batches_that_stepped)
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
