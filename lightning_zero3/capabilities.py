@@ -384,6 +384,30 @@ def gathers_wait_for_the_last_only() -> bool:
     return "launch_handles[-1].wait()" in inspect.getsource(partition_parameters)
 
 
+def reads_timers_in_every_step() -> bool:
+    """Whether an engine with ``wall_clock_breakdown`` reads its timers in each step, by the methods that we know."""
+    from deepspeed import DeepSpeedEngine
+    from deepspeed.runtime import engine as module
+
+    return (
+        hasattr(module, "SynchronizedWallClockTimer")
+        and {"_update_wall_clock_timers", "print_forward_breakdown"} <= referenced_names(DeepSpeedEngine.step)
+        and "engine_timers_cache" in referenced_names(DeepSpeedEngine.get_wall_clock_timers)
+        and "SynchronizedWallClockTimer" in referenced_names(DeepSpeedEngine.__init__)
+    )
+
+
+TIMERS_IN_EVERY_STEP = UpstreamLimit(
+    name="timers in every step",
+    symbol="DeepSpeedEngine._update_wall_clock_timers",
+    reason="reads its timers, and so waits for the device, in every micro-step, whoever looks",
+    affected="DeepSpeed 0.19.8 and earlier",
+    present=reads_timers_in_every_step,
+    consequence="with Zero3Monitor the timers run in logged steps only, and are read at the end of these; where the "
+    "methods aren't those that we know, they run in every step",
+    expires="an engine can be told which steps to time",
+    mended_here=True,
+)
 OUTPUT_RECORDERS = UpstreamLimit(
     name="output recorders",
     symbol="transformers.utils.output_capturing._CAN_RECORD_REGISTRY",
@@ -424,4 +448,10 @@ GATHERS_ON_GLOO = UpstreamLimit(
     expires="DeepSpeed >= 0.19.8 is the oldest that is supported",
 )
 
-UPSTREAM_LIMITS = (OUTPUT_RECORDERS, PARTITIONED_INITIALISATION, LIGHTNING_ON_CPU, GATHERS_ON_GLOO)
+UPSTREAM_LIMITS = (
+    TIMERS_IN_EVERY_STEP,
+    OUTPUT_RECORDERS,
+    PARTITIONED_INITIALISATION,
+    LIGHTNING_ON_CPU,
+    GATHERS_ON_GLOO,
+)

@@ -12,7 +12,9 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
-from lightning_zero3.capabilities import parts_to_leave_out
+from lightning_zero3.capabilities import TIMERS_IN_EVERY_STEP, parts_to_leave_out
+from lightning_zero3.flops import flops_or_reason
+from lightning_zero3.metrics import engine_timers
 from lightning_zero3.moe import tensor_parallel
 from lightning_zero3.moe.expert_parallel import (
     ExpertParallelTarget,
@@ -58,7 +60,8 @@ def build_training_engine(
         switches: The optimizer's switches.
         target: The model for AutoEP, or None.
         split: The model for AutoTP, or None.
-        print_timers: Whether DeepSpeed prints its step timers, where the config has them on.
+        print_timers: Whether DeepSpeed times every step and prints it, where the config has timers on. Else they run
+            when they are asked to (:mod:`lightning_zero3.metrics.engine_timers`), and print nothing.
         leaf_modules: Whether experts in lists are made leaf modules.
 
     Returns:
@@ -75,6 +78,7 @@ def build_training_engine(
     from lightning_zero3.optimizer.stage3 import FastStage3Optimizer
 
     _see_to_experts_in_lists(module, config, leaf_modules)
+    model_flops = flops_or_reason(module)  # before AutoEP and AutoTP put other layers in
     with ExitStack() as scope:
         if _something_rebinds_masters(config):
             switches = replace(switches, alias_master_weights=False)
@@ -88,6 +92,11 @@ def build_training_engine(
             scope.enter_context(tensor_parallel.auto_tp_on(split))
         if not print_timers:
             scope.enter_context(substituted(deepspeed.utils.timer, "print_dist", lambda *_, **__: None))
+        timers_wait = not print_timers and TIMERS_IN_EVERY_STEP.present()
+        if timers_wait:
+            scope.enter_context(
+                substituted(deepspeed.runtime.engine, "SynchronizedWallClockTimer", engine_timers.on_demand_timers())
+            )
         engine, built, _, _ = deepspeed.initialize(
             args=argparse.Namespace(device_rank=local_rank),
             config=dict(config),
@@ -115,8 +124,11 @@ def build_training_engine(
                 f"AutoTP split no layer of {split.path or type(module).__name__}."
             )
         _settle_tensor_parallel(engine)
-    if not print_timers:
+    if timers_wait:
+        engine_timers.read_at_steps_end(engine)
+    elif not print_timers:
         _silence_timer_lines(engine)
+    engine.model_flops = model_flops
     return engine, built
 
 

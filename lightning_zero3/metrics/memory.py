@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
+from functools import lru_cache
 
 import psutil
 import torch
@@ -20,17 +22,25 @@ def read_memory(device: torch.device) -> dict[str, float]:
         device: The training device. Only CUDA devices have GPU metrics; on a CPU the host's stand alone.
 
     Returns:
-        Metric name → GiB. On CUDA the allocator's peaks are reset, so the next call's peaks are of the span between.
+        Metric name → GiB, or a count. On CUDA the allocator's peaks are reset, so the next call's peaks are of the
+        span between.
     """
-    resident = psutil.Process().memory_info().rss
+    resident = _this_process(os.getpid()).memory_info().rss
     # The kernel updates its high-water mark lazily: it may lag behind what is resident now.
     values = {names.HOST_RSS: resident / GIB, names.HOST_RSS_PEAK: max(resident, _peak_rss_bytes()) / GIB}
     if device.type == "cuda":
         values[names.PEAK_ALLOCATED] = torch.cuda.max_memory_allocated(device) / GIB
         values[names.PEAK_RESERVED] = torch.cuda.max_memory_reserved(device) / GIB
         values[names.ALLOCATED_BETWEEN_STEPS] = torch.cuda.memory_allocated(device) / GIB
+        values[names.ALLOCATOR_RETRIES] = float(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
         torch.cuda.reset_peak_memory_stats(device)
     return values
+
+
+@lru_cache(maxsize=1)
+def _this_process(pid: int) -> psutil.Process:
+    # Finding itself takes psutil a millisecond. A forked child is another process.
+    return psutil.Process(pid)
 
 
 def _peak_rss_bytes() -> int:

@@ -1,36 +1,12 @@
-"""Step times: DeepSpeed's own micro-step timers, and a wall clock around the whole optimizer step."""
+"""The wall clock around whole optimizer steps, and which of them an engine has taken or skipped."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from lightning_zero3.metrics import names
-
-# DeepSpeed's timer (deepspeed/utils/timer.py) → our metric.
-_TIMERS = {
-    "step_microstep": names.STEP_MICROSTEP,
-    "fwd_microstep": names.FWD_MICROSTEP,
-    "bwd_microstep": names.BWD_MICROSTEP,
-}
-_FORWARD_TIMERS = ("fwd_microstep", "fwd")
-
-
-def read_engine_timers(engine: Any) -> dict[str, float]:
-    """Read the timers of the micro-step that an engine has just finished.
-
-    Upstream: ``DeepSpeedEngine.get_wall_clock_timers``, a snapshot that ``step()`` makes where
-    ``wall_clock_breakdown`` is on.
-
-    Args:
-        engine: A DeepSpeed engine, or any other module.
-
-    Returns:
-        Metric name → milliseconds; empty where nothing is timed.
-    """
-    snapshot: Mapping[str, float] = getattr(engine, "get_wall_clock_timers", dict)()
-    return {metric: float(snapshot[timer]) for timer, metric in _TIMERS.items() if timer in snapshot}
 
 
 def steps_taken(engine: Any) -> int | None:
@@ -55,21 +31,6 @@ def read_skipped_steps(engine: Any) -> dict[str, float]:
     """
     skipped = getattr(engine, "skipped_steps", None)
     return {names.SKIPPED_STEPS: float(skipped)} if isinstance(skipped, int) else {}
-
-
-def discard_forward_times(engine: Any) -> None:
-    """Forget forward passes that were no training, so that they don't count in the next training step's time.
-
-    Upstream: ``DeepSpeedEngine.timers``. An engine times every forward and resets in ``step()`` only.
-
-    Args:
-        engine: A DeepSpeed engine, or any other module.
-    """
-    timers: Any = getattr(engine, "timers", None)
-    known = timers.get_timers() if hasattr(timers, "get_timers") else {}
-    for name in _FORWARD_TIMERS:
-        if name in known:
-            known[name].reset()
 
 
 class StepClock:

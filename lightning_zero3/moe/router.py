@@ -10,17 +10,14 @@ raised::
 with the loads of the whole batch: all micro-batches of all data-parallel ranks. GLM-4.5 and MiniMax's models are
 trained in the same way; Transformers has the bias (``e_score_correction_bias``) but never moves it.
 
-Upstream symbols: ``load_balance_coeff`` of the ``expert_parallel`` section, which AutoEP refuses for every model;
-``AutoEPMoELayer.tokens_per_expert``, which isn't used, because it also counts validation and the second forward of
-activation checkpointing; ``TokenChoiceTopKRouter``, whose histogram of each call is used (0.19.7, 0.19.8). In
-Transformers 5.24 a router returns the chosen experts last. Detected by tests; one that returns no choice is
+Upstream symbol: ``load_balance_coeff`` of the ``expert_parallel`` section, which AutoEP refuses for every model
+(0.19.7, 0.19.8). What is counted, and by what: :mod:`lightning_zero3.expert_counts`; a router that returns no choice is
 refused in its first forward. Expires when DeepSpeed moves the bias.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +25,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import distributed, nn
 
 from lightning_zero3.config import SetupError
+from lightning_zero3.expert_counts import ExpertCounts
 from lightning_zero3.moe.hugging_face import is_model, model_type
 
 # Transformers' name for it in every model that has one.
@@ -78,9 +76,8 @@ def _described(root: nn.Module) -> str:
 class RouterBiases:
     """Counts the tokens of each expert during one fit, and moves the biases after each optimizer step.
 
-    A token counts when a backward runs through its router's weights. So a forward of validation, or one whose loss is
-    never used, doesn't count, and activation checkpointing, which runs forward twice and backward once, counts once.
-    Routers below which nothing is trained get no backward, and their biases stay.
+    A token counts as :class:`~lightning_zero3.expert_counts.ExpertCounts` says. Routers below which nothing is trained
+    get no backward, and their biases stay.
 
     Args:
         engine: A DeepSpeed engine, with AutoEP's layers in place if there are any.
@@ -91,24 +88,18 @@ class RouterBiases:
     """
 
     def __init__(self, engine: Any, speed: float) -> None:
-        from deepspeed.moe.ep_router import TokenChoiceTopKRouter
-
         self._engine = engine
         self._speed = speed
         self._steps = engine.global_steps
         self._moved = False
         routers = find_routers(engine.module)
         self._routers = list(routers.values())
-        sizes = [bias.numel() for bias in self._biases()]
         device = self._biases()[0].device
-        # One tensor for all layers, for one reduction and one update. Whole numbers: a mean of floats can hide a token.
-        self._counts = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
-        self._sizes = torch.tensor(sizes, device=device)
+        sizes = {path: bias.numel() for path, bias in zip(routers, self._biases(), strict=True)}
+        self._counter = ExpertCounts(routers, sizes, device, no_choice=_refuse)
+        self._counts = self._counter.counts
+        self._sizes = torch.tensor(self._counter.sizes, device=device)
         self._layer_of = torch.arange(len(sizes), device=device).repeat_interleave(self._sizes)
-        self._hooks = [
-            router.register_forward_hook(partial(self._watch, path, counts, isinstance(router, TokenChoiceTopKRouter)))
-            for (path, router), counts in zip(routers.items(), self._counts.split(sizes), strict=True)
-        ]
         self._begin_alike()
 
     def _biases(self) -> list[torch.Tensor]:
@@ -123,27 +114,6 @@ class RouterBiases:
             packed = torch.cat(self._biases())
             distributed.broadcast(packed, src=0)
             torch._foreach_copy_(self._biases(), list(packed.split(self._sizes.tolist())))
-
-    def _watch(self, path: str, counts: torch.Tensor, is_autoep: bool, router: nn.Module, _: Any, output: Any) -> None:
-        if not torch.is_grad_enabled():
-            return
-        tensors = [value for value in output if torch.is_tensor(value)] if isinstance(output, tuple) else []
-        whole = [value for value in tensors if not value.is_floating_point()]
-        if not whole:
-            raise NoCorrectionBiasError(
-                f"router_bias_update_speed is set, but {path} ({type(router).__name__}) doesn't return the experts "
-                "that it has chosen, so their tokens can't be counted. Leave router_bias_update_speed out."
-            )
-        weights = [value for value in tensors if value.requires_grad]
-        if not weights:
-            return
-        seen: list[torch.Tensor] = [whole[-1] if is_autoep else _histogram(whole[-1], counts.numel())]
-
-        def backward_runs(_: torch.Tensor) -> None:
-            if seen:
-                counts.add_(seen.pop())
-
-        weights[-1].register_hook(backward_runs)
 
     def step_ended(self) -> None:
         """After a call of ``engine.step``: move the biases if that was a step, forget the counts if it was skipped."""
@@ -195,11 +165,11 @@ class RouterBiases:
 
     def close(self) -> None:
         """Stop counting."""
-        for hook in self._hooks:
-            hook.remove()
+        self._counter.close()
 
 
-def _histogram(chosen: torch.Tensor, experts: int) -> torch.Tensor:
-    """How often each expert was chosen; unlike ``bincount``, a GPU needn't wait for it."""
-    flat = chosen.detach().reshape(-1).long()
-    return torch.zeros(experts, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+def _refuse(path: str, router: nn.Module) -> None:
+    raise NoCorrectionBiasError(
+        f"router_bias_update_speed is set, but {path} ({type(router).__name__}) doesn't return the experts "
+        "that it has chosen, so their tokens can't be counted. Leave router_bias_update_speed out."
+    )

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import time
+import warnings
 from typing import Any
 
 import pytest
@@ -10,14 +11,19 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_zero3 import Zero3FastStrategy, Zero3Monitor
+from lightning_zero3.config import SetupError
+from lightning_zero3.flops import count_flops
 from lightning_zero3.metrics import names, over_ranks
 from lightning_zero3.metrics.summary import read_metrics
 from lightning_zero3.substitution import substituted
 from tests.fits import Language, Pairs, Regression, Sentences, fit
 from tests.models import build_glm, tiny_glm
 
-TIMES = {names.STEP_MICROSTEP, names.FWD_MICROSTEP, names.BWD_MICROSTEP, names.STEP_TOTAL, names.DATA_WAIT}
+MICRO_STEP = {names.STEP_MICROSTEP, names.FWD_MICROSTEP, names.BWD_MICROSTEP, names.OPTIMIZER_STEP}
+WHOLE_STEP = {names.FWD, names.BWD, names.BWD_INNER, names.BWD_ALLREDUCE, names.STEP_TOTAL, names.DATA_WAIT}
 HOST = {names.HOST_RSS, names.HOST_RSS_PEAK}
+OPTIMIZER = {names.LOSS_OF_STEP, names.LEARNING_RATE, names.GRAD_NORM, names.SUB_GROUPS, names.SKIPPED_STEPS}
+SPREAD = {each.name for name in MICRO_STEP | WHOLE_STEP | HOST for each in names.spread_of(names.BY_NAME[name])}
 
 
 class Slow(Regression):
@@ -54,12 +60,13 @@ def logged(folder: str, training: float, validation: float, options: dict[str, A
 
 def test_times_and_host_memory_are_logged_every_step_as_the_slowest_ranks(ranks, tmp_path):
     metrics = ranks(2).run(logged, str(tmp_path), 0.05, 0.0, {"limit_val_batches": 0})[0]
-    assert set(metrics) == TIMES | HOST | {names.SKIPPED_STEPS}
+    assert set(metrics) == MICRO_STEP | WHOLE_STEP | HOST | OPTIMIZER | SPREAD
     for name in metrics:
         assert sorted(metrics[name]) == [0, 1, 2, 3, 4], name
     # Rank 1 sleeps twice as long as rank 0, in forward and nowhere else.
     for step in range(5):
         assert metrics[names.FWD_MICROSTEP][step] >= 100
+        assert 50 <= metrics["ranks/fwd_microstep_min_ms"][step] <= metrics[names.FWD_MICROSTEP][step]
         assert metrics[names.STEP_TOTAL][step] >= metrics[names.FWD_MICROSTEP][step]
         assert 0 < metrics[names.STEP_MICROSTEP][step] < metrics[names.STEP_TOTAL][step]
         assert metrics[names.HOST_RSS_PEAK][step] >= metrics[names.HOST_RSS][step] > 0.05
@@ -84,8 +91,9 @@ def test_accumulated_micro_steps_are_one_step(ranks, tmp_path):
     assert sorted(metrics[names.STEP_MICROSTEP]) == [0, 1, 2]
     for step in range(3):
         # The whole step has both forwards, the micro-step's timer the last one's.
-        assert metrics[names.STEP_TOTAL][step] >= 2 * 20
-        assert metrics[names.STEP_TOTAL][step] > metrics[names.FWD_MICROSTEP][step] >= 20
+        assert metrics[names.STEP_TOTAL][step] >= metrics[names.FWD][step] >= 2 * 20
+        assert metrics[names.FWD][step] - metrics[names.FWD_MICROSTEP][step] >= 20
+        assert metrics[names.FWD_MICROSTEP][step] >= 20
 
 
 def collectives(log_every: int) -> tuple[int, int]:
@@ -114,6 +122,9 @@ def test_one_gather_per_logged_step_and_none_on_others(ranks):
     assert ranks(2).run(collectives, 3) == [(2, 2), (2, 2)]
 
 
+PEAK = 1e12
+
+
 def tokens(options: dict[str, Any], parallel: dict[str, int]) -> dict[str, float]:
     config = tiny_glm(num_key_value_heads=2)
     trainer = fit(
@@ -121,7 +132,7 @@ def tokens(options: dict[str, Any], parallel: dict[str, int]) -> dict[str, float
         Sentences(config.vocab_size, sequence_length=16),
         Zero3FastStrategy(**parallel),
         steps=4,
-        callbacks=[Zero3Monitor()],
+        callbacks=[Zero3Monitor(peak_flops=PEAK)],
         **options,
     )
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -143,11 +154,18 @@ def test_tokens_per_second_are_of_all_ranks_over_the_slowest_step(ranks, options
         # Two samples of sixteen tokens in each batch.
         expected = batches * 2 * 16 / (metrics[names.STEP_TOTAL] / 1e3)
         assert metrics[names.TOKENS_PER_SECOND] == pytest.approx(expected, rel=1e-4)
+        assert metrics[names.DEVICE_TOKENS_PER_SECOND] == pytest.approx(expected / 2, rel=1e-4)
+        # Counted before layers are split; both devices' peaks.
+        flops = batches * count_flops(build_glm(tiny_glm(num_key_value_heads=2))).training([16, 16])
+        expected = flops / (metrics[names.STEP_TOTAL] / 1e3) / (2 * PEAK)
+        assert metrics[names.MFU] == pytest.approx(expected, rel=1e-4)
 
 
 class SlowPairs(Pairs):
+    """50 ms a sample, and as much again for each rank before."""
+
     def __getitem__(self, index: int) -> Any:
-        time.sleep(0.05)
+        time.sleep(0.05 * (1 + torch.distributed.get_rank()))
         return super().__getitem__(index)
 
 
@@ -164,6 +182,20 @@ def test_the_wait_for_data_is_of_all_micro_steps_and_nothing_else(ranks, accumul
     waited = ranks(1).run(waits, accumulate)[0]
     # Training steps counted as waits would give 600 ms for 3.
     assert accumulate * 100 <= waited < accumulate * 100 + 250
+
+
+def spread_of_waits() -> dict[str, float]:
+    monitor = Zero3Monitor()
+    fit(Regression(), SlowPairs(), "zero3_fast", steps=3, callbacks=[monitor])
+    return dict(monitor.latest)
+
+
+def test_the_slowest_rank_is_named_and_the_quickest_is_beside_it(ranks):
+    for latest in ranks(2).run(spread_of_waits):
+        assert latest["ranks/data_wait_max_rank"] == 1
+        assert latest[names.DATA_WAIT] >= 200
+        # Rank 0's: of its own samples, without what rank 1 waits for.
+        assert 100 <= latest["ranks/data_wait_min_ms"] <= latest[names.DATA_WAIT] - 50
 
 
 def test_validation_between_two_micro_steps_takes_nothing_from_their_step(ranks, tmp_path):
@@ -219,7 +251,7 @@ class Manual(Regression):
 def manual() -> list[str]:
     trainer = fit(Manual(), Pairs(), "zero3_fast", callbacks=[Zero3Monitor()])
     assert len(trainer.lightning_module.losses) == 5
-    return sorted(trainer.logged_metrics)
+    return sorted(trainer.callback_metrics)
 
 
 def test_manual_optimization_goes_on_without_the_engines_timers(ranks):
@@ -243,7 +275,8 @@ def test_timer_lines_that_the_user_asked_for_stay(ranks):
 def shown(progress_bar: bool) -> dict[str, list[str]]:
     monitor = Zero3Monitor(progress_bar=progress_bar)
     trainer = fit(Regression(), Pairs(), "zero3_fast", steps=2, callbacks=[monitor])
-    return {"bar": sorted(trainer.progress_bar_metrics), "logger": sorted(trainer.logged_metrics)}
+    assert monitor.latest.keys() <= trainer.callback_metrics.keys()
+    return {"bar": sorted(trainer.progress_bar_metrics), "logger": sorted(monitor.latest)}
 
 
 def test_the_progress_bar_shows_step_microstep_and_peak_memory(ranks):
@@ -251,4 +284,30 @@ def test_the_progress_bar_shows_step_microstep_and_peak_memory(ranks):
     seen = ranks(1).run(shown, True)[0]
     assert seen["bar"] == ["host_peak_gib", "step_microstep"]
     assert not set(seen["bar"]) & set(seen["logger"])
-    assert not [name for name in seen["logger"] if "allocated" in name or "reserved" in name]
+    # A CPU's memory isn't a GPU's, and its peak isn't known.
+    assert not [name for name in seen["logger"] if "allocat" in name or "reserved" in name or name == names.MFU]
+
+
+@pytest.mark.parametrize("peak", [0, -1e12, float("nan"), float("inf")])
+def test_a_peak_that_is_none_is_refused(peak):
+    with pytest.raises(SetupError, match="peak_flops="):
+        Zero3Monitor(peak_flops=peak)
+
+
+def utilisation(flops_per_batch: Any) -> tuple[bool, list[str]]:
+    monitor = Zero3Monitor(peak_flops=PEAK, flops_per_batch=flops_per_batch)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(Regression(), Pairs(), "zero3_fast", steps=1, callbacks=[monitor])
+    return names.MFU in monitor.latest, [str(each.message) for each in caught if "step/mfu" in str(each.message)]
+
+
+def of_each_batch(_: Any) -> float:
+    return 1e6
+
+
+def test_a_model_whose_flops_are_not_known_has_no_mfu_unless_the_user_counts(ranks):
+    logged, (warning,) = ranks(1).run(utilisation, None)[0]
+    assert not logged
+    assert "holds 0 Hugging Face models" in warning
+    assert ranks(1).run(utilisation, of_each_batch)[0] == (True, [])

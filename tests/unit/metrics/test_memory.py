@@ -1,9 +1,12 @@
 """Memory of this process, by a known allocation."""
 
+from collections.abc import Iterator
+
 import psutil
 import pytest
 import torch
 
+from benchmarks.step_arms import PeakBytes
 from lightning_zero3.metrics import names
 from lightning_zero3.metrics.memory import GIB, read_memory
 
@@ -62,3 +65,37 @@ def test_every_name_is_in_the_table_as_memory() -> None:
     for name in read_memory(CPU):
         assert names.BY_NAME[name].unit == "GiB"
         assert name.startswith(names.MEMORY_PREFIX)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """torch.cuda's memory functions, answering with the bytes of this process's real tensors, after each operation."""
+    with PeakBytes() as counted:
+
+        def now(_: torch.device) -> int:
+            return counted._total() - counted._start
+
+        def forget_peak(device: torch.device) -> None:
+            counted.peak = now(device)
+
+        monkeypatch.setattr(torch.cuda, "memory_allocated", now)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: counted.peak)
+        monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: 2 * counted.peak)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", forget_peak)
+        monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {"num_alloc_retries": 3})
+        yield torch.device("cuda", 0)
+
+
+def test_a_gpus_peak_moves_by_a_known_allocation_and_is_of_the_span_between(gpu: torch.device) -> None:
+    read_memory(gpu)
+    held = torch.ones(3 * MIB, dtype=torch.uint8)
+    gone = torch.ones(5 * MIB, dtype=torch.uint8)
+    del gone
+    values = read_memory(gpu)
+    assert mib(values, names.PEAK_ALLOCATED) == 8
+    assert mib(values, names.PEAK_RESERVED) == 16
+    assert mib(values, names.ALLOCATED_BETWEEN_STEPS) == 3
+    assert values[names.ALLOCATOR_RETRIES] == 3
+    # What was freed before isn't in the next span's peak.
+    assert mib(read_memory(gpu), names.PEAK_ALLOCATED) == 3
+    del held

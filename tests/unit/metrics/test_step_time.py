@@ -1,16 +1,11 @@
-"""The clock around optimizer steps, on a clock of our own; and DeepSpeed's timers, on real ones."""
+"""The clock around optimizer steps, on a clock of our own."""
 
-from types import SimpleNamespace
-
-import deepspeed
 import pytest
-from deepspeed.utils import timer as upstream
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from lightning_zero3.metrics import names
-from lightning_zero3.metrics.step_time import StepClock, discard_forward_times, read_engine_timers
+from lightning_zero3.metrics.step_time import StepClock
 
 
 class Seconds:
@@ -104,78 +99,3 @@ def test_steps_add_up_to_the_time_that_passed(micro_steps: list[tuple[float, flo
     assert sum(step[names.DATA_WAIT] for step in steps) == pytest.approx(waited * 1e3, abs=1e-6)
     for step in steps:
         assert 0 <= step[names.DATA_WAIT] <= step[names.STEP_TOTAL] + 1e-6
-
-
-# --- DeepSpeed's timers ---
-
-
-@pytest.mark.parametrize("module", [nn.Linear(2, 2), SimpleNamespace(), None], ids=repr)
-def test_what_is_no_engine_has_no_timers_to_read_or_reset(module: object) -> None:
-    assert read_engine_timers(module) == {}
-    discard_forward_times(module)
-
-
-def test_the_snapshot_is_read_from_a_method_that_engines_have() -> None:
-    assert callable(deepspeed.DeepSpeedEngine.get_wall_clock_timers)
-
-
-def test_timers_are_read_under_deepspeeds_names() -> None:
-    snapshot = {
-        upstream.STEP_MICRO_TIMER: 1.5,
-        upstream.FORWARD_MICRO_TIMER: 2,
-        upstream.BACKWARD_MICRO_TIMER: 3.5,
-        upstream.BACKWARD_REDUCE_MICRO_TIMER: 4.5,
-        upstream.FORWARD_GLOBAL_TIMER: 5.5,
-    }
-    read = read_engine_timers(SimpleNamespace(get_wall_clock_timers=lambda: snapshot))
-    assert read == {names.STEP_MICROSTEP: 1.5, names.FWD_MICROSTEP: 2.0, names.BWD_MICROSTEP: 3.5}
-    assert all(isinstance(value, float) for value in read.values())
-
-
-def test_timers_that_did_not_run_are_left_out() -> None:
-    # Before the first step, and after a micro-step without one.
-    assert read_engine_timers(SimpleNamespace(get_wall_clock_timers=dict)) == {}
-    only_forward = SimpleNamespace(get_wall_clock_timers=lambda: {upstream.FORWARD_MICRO_TIMER: 2.0})
-    assert read_engine_timers(only_forward) == {names.FWD_MICROSTEP: 2.0}
-
-
-FORWARD = (upstream.FORWARD_MICRO_TIMER, upstream.FORWARD_GLOBAL_TIMER)
-OTHERS = (
-    upstream.BACKWARD_MICRO_TIMER,
-    upstream.BACKWARD_GLOBAL_TIMER,
-    upstream.BACKWARD_INNER_MICRO_TIMER,
-    upstream.BACKWARD_REDUCE_MICRO_TIMER,
-    upstream.STEP_MICRO_TIMER,
-    upstream.STEP_GLOBAL_TIMER,
-)
-
-
-def test_only_forward_times_are_discarded() -> None:
-    timers = upstream.SynchronizedWallClockTimer()
-    for name in (*FORWARD, *OTHERS):
-        for _ in range(2):
-            timers(name).start()
-            timers(name).stop()
-    discard_forward_times(SimpleNamespace(timers=timers))
-    kept = {name: len(timer.event_timers) for name, timer in timers.get_timers().items()}
-    assert kept == {**dict.fromkeys(FORWARD, 0), **dict.fromkeys(OTHERS, 2)}
-    assert timers(upstream.FORWARD_MICRO_TIMER).elapsed() == 0
-
-
-def test_a_forward_that_was_interrupted_can_be_timed_again() -> None:
-    timers = upstream.SynchronizedWallClockTimer()
-    timers(upstream.FORWARD_MICRO_TIMER).start()
-    discard_forward_times(SimpleNamespace(timers=timers))
-    timers(upstream.FORWARD_MICRO_TIMER).start()  # raises where one is running
-    timers(upstream.FORWARD_MICRO_TIMER).stop()
-
-
-def test_discarding_makes_no_timers() -> None:
-    timers = upstream.SynchronizedWallClockTimer()
-    timers(upstream.STEP_MICRO_TIMER)
-    discard_forward_times(SimpleNamespace(timers=timers))
-    assert list(timers.get_timers()) == [upstream.STEP_MICRO_TIMER]
-
-
-def test_an_engine_that_times_nothing_is_left_alone() -> None:
-    discard_forward_times(SimpleNamespace(timers=upstream.NoopTimer()))
