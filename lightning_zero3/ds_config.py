@@ -140,7 +140,6 @@ def check_against_trainer(
         )
     _check_batch_size(config, micro_batch_size, trainer.accumulate_grad_batches, world_size)
     check_precision(config, precision)
-    _refuse_swapping(config)
 
 
 def settle_trainer_values(config: MutableMapping[str, Any]) -> None:
@@ -293,22 +292,6 @@ def _refuse_offload(config: Config, what: str, experts: Config) -> None:
                 f"{what}={experts.get('autoep_size', 1)} and {argument}: DeepSpeed offloads under one of the two "
                 f"only. Leave {argument} ({'.'.join(path)}) out, and share the model out over more ranks instead; or "
                 "leave out one of the two sizes."
-            )
-
-
-def _refuse_swapping(config: Mapping[str, Any]) -> None:
-    """Refuse offload to files, in which a fit's swapped weights move wrongly, without a word.
-
-    Seen with DeepSpeed 0.19.8 in every precision, with every optimizer that was tried, on 1 and 2 ranks, as soon as a
-    tensor is large enough to be swapped (1 MiB); docs/experiments.md. Expires when the grid's swapped cells pass.
-    """
-    for name in ("offload_optimizer", "offload_param"):
-        section = _section(config, (_ZERO, name))
-        if section and section.get("device") == "nvme":
-            raise ConfigConflictError(
-                f"zero_optimization.{name}.device is nvme: weights that are swapped to files are trained on wrong "
-                'numbers, without a word. Offload to the CPU instead: device "cpu", or the arguments '
-                'offload_optimizer_device="cpu" and offload_params_device="cpu".'
             )
 
 
