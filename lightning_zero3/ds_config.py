@@ -140,6 +140,7 @@ def check_against_trainer(
         )
     _check_batch_size(config, micro_batch_size, trainer.accumulate_grad_batches, world_size)
     check_precision(config, precision)
+    _refuse_fast_init(config)
 
 
 def settle_trainer_values(config: MutableMapping[str, Any]) -> None:
@@ -293,6 +294,20 @@ def _refuse_offload(config: Config, what: str, experts: Config) -> None:
                 f"only. Leave {argument} ({'.'.join(path)}) out, and share the model out over more ranks instead; or "
                 "leave out one of the two sizes."
             )
+
+
+def _refuse_fast_init(config: Mapping[str, Any]) -> None:
+    """Refuse to read masters from swapped weights at any offset, which fails without a word (0.19.7, 0.19.8).
+
+    The same fault as in :mod:`lightning_zero3.optimizer.swapped_gradients`, in ``_swap_in_fp16_params``. Expires when
+    upstream reads through aligned memory.
+    """
+    optimizer, parameters = (_section(config, (_ZERO, name)) or {} for name in ("offload_optimizer", "offload_param"))
+    if optimizer.get("fast_init") and optimizer.get("device") == parameters.get("device") == "nvme":
+        raise ConfigConflictError(
+            "zero_optimization.offload_optimizer.fast_init with optimizer and parameters on NVMe: DeepSpeed fails to "
+            "read some weights back, and trains from whatever lies in the buffer. Leave fast_init out."
+        )
 
 
 def _check_batch_size(config: Mapping[str, Any], loaders: int | None, accumulate: int, world_size: int) -> None:
