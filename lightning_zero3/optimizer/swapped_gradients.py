@@ -29,13 +29,13 @@ class SwappedGradients:
     _warned_of_swaps = False
 
     def _swap_out_offload_fp32_gradients(self, gradients: dict[int, Any], offsets: dict[int, Any]) -> None:
-        if self.swap_optimizer and self.switches.align_swapped_gradients:
-            cut = {i: self._cut(gradients[i], offsets[i]) for i in gradients}
-            gradients = {i: [part for part, _ in parts] for i, parts in cut.items()}
-            offsets = {i: [offset for _, offset in parts] for i, parts in cut.items()}
-        elif self.swap_optimizer and not self._warned_of_swaps:
-            self._warned_of_swaps = any(len(self._cut(gradients[i], offsets[i])) > len(gradients[i]) for i in gradients)
-            if self._warned_of_swaps:
+        if self.swap_optimizer:
+            cut = {i: _at_blocks(self.optimizer_swapper, gradients[i], offsets[i]) for i in gradients}
+            if self.switches.align_swapped_gradients:
+                gradients = {i: [part for part, _ in parts] for i, parts in cut.items()}
+                offsets = {i: [offset for _, offset in parts] for i, parts in cut.items()}
+            elif not self._warned_of_swaps and any(len(cut[i]) > len(gradients[i]) for i in cut):
+                self._warned_of_swaps = True
                 rank_zero_warn(
                     "stock_semantics=True with an optimizer on NVMe: DeepSpeed fails to read some gradients back, and "
                     "updates weights with whatever lies in the buffer. Leave stock_semantics out, or offload to the "
@@ -43,15 +43,16 @@ class SwappedGradients:
                 )
         super()._swap_out_offload_fp32_gradients(gradients, offsets)  # type: ignore[misc]
 
-    def _cut(self, gradients: list[torch.Tensor], offsets: list[int]) -> list[tuple[torch.Tensor, int]]:
-        """A sub-group's gradients with their offsets; those that go to files begin at a block, less what is before."""
-        swapper, parts = self.optimizer_swapper, []
-        for gradient, offset in zip(gradients, offsets, strict=True):
-            before = -offset % swapper.numel_alignment
-            if before and swapper.is_swappable_tensor(tensor=gradient):
-                # A block is 1 KiB for each thread that reads, what is swappable 1 MiB or more. A view would keep it all alive.
-                parts.append((gradient.narrow(0, 0, before).clone(), offset))
-                parts.append((gradient.narrow(0, before, gradient.numel() - before), offset + before))
-            else:
-                parts.append((gradient, offset))
-        return parts
+
+def _at_blocks(swapper: Any, gradients: list[torch.Tensor], offsets: list[int]) -> list[tuple[torch.Tensor, int]]:
+    """A sub-group's gradients with their offsets; those that go to files begin at a block, less what is before."""
+    parts: list[tuple[torch.Tensor, int]] = []
+    for gradient, offset in zip(gradients, offsets, strict=True):
+        before = -offset % swapper.numel_alignment
+        if before and swapper.is_swappable_tensor(tensor=gradient):
+            # A block is 1 KiB for each thread that reads, what is swappable 1 MiB or more. A view would keep all of it.
+            parts.append((gradient.narrow(0, 0, before).clone(), offset))
+            parts.append((gradient.narrow(0, before, gradient.numel() - before), offset + before))
+        else:
+            parts.append((gradient, offset))
+    return parts
