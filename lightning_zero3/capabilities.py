@@ -197,8 +197,7 @@ KEEP_PARTIAL_GRADIENTS = UpstreamFix(
 ALIGN_SWAPPED_GRADIENTS = UpstreamFix(
     name="align_swapped_gradients",
     symbol="DeepSpeedZeroOptimizer_Stage3._swap_out_offload_fp32_gradients",
-    reason="with the optimizer on NVMe, a gradient that begins between two blocks isn't read back from its file, without "
-    "a word",
+    reason="with the optimizer on NVMe, a gradient that begins between two blocks isn't read back from its file",
     affected="0.19.8 and earlier",
     mended=not_mended,
     hooks=((("partition_grads",), "_swap_out_offload_fp32_gradients"),),

@@ -1,13 +1,13 @@
 """Gradients that are swapped to files come back whole, wherever in their sub-group they begin.
 
 Upstream symbols: ``DeepSpeedZeroOptimizer_Stage3._swap_out_offload_fp32_gradients`` (0.19.7, 0.19.8) and
-``optimizer_swapper``: its ``is_swappable_tensor``, ``numel_alignment`` and ``_adjust_for_misaligned_lengths``, which cuts
-off the end of a gradient whose length isn't a whole number of blocks, and doesn't look at where it begins. A gradient
-is read back into the sub-group's buffer at its own offset, past the page cache (``O_DIRECT``), and the system refuses
-an address that isn't a multiple of 512 bytes. The op that reads doesn't look at the refusal, so the step is made with
-what the buffer held before: mostly the gradient of another sub-group. Here the beginning is cut off too, and stays in
-memory as upstream's ends do. Expires when upstream aligns beginnings, or raises where a read fails; until it is noticed,
-ours finds nothing to cut.
+``optimizer_swapper``: its ``is_swappable_tensor``, ``numel_alignment`` and ``_adjust_for_misaligned_lengths``. The last
+cuts off the end of a gradient whose length isn't a whole number of blocks, and doesn't look at where it begins. A
+gradient is read back into the sub-group's buffer at its own offset, past the page cache (``O_DIRECT``), and the system
+refuses an address that isn't a multiple of 512 bytes. The op that reads doesn't look at the refusal, so the step uses
+what the buffer held before: mostly the gradient of another sub-group. Here the beginning is cut off too, and stays
+in memory as upstream's ends do. Expires when upstream aligns beginnings, or raises where a read fails; until it is
+noticed, ours finds nothing to cut.
 """
 
 from __future__ import annotations
