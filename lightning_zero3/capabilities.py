@@ -194,6 +194,17 @@ KEEP_PARTIAL_GRADIENTS = UpstreamFix(
     uses=((lambda stage3: stage3._setup_for_real_optimizer, ("grad_partitions_flat_buffer",)),),
 )
 
+ALIGN_SWAPPED_GRADIENTS = UpstreamFix(
+    name="align_swapped_gradients",
+    symbol="DeepSpeedZeroOptimizer_Stage3._swap_out_offload_fp32_gradients",
+    reason="with the optimizer on NVMe, a gradient that begins between two blocks isn't read back from its file",
+    affected="0.19.8 and earlier",
+    mended=not_mended,
+    hooks=((("partition_grads",), "_swap_out_offload_fp32_gradients"),),
+    expires="upstream aligns where gradients begin; until it is noticed, ours cuts what needn't be cut",
+    uses=((lambda stage3: stage3._configure_tensor_swapping, ("optimizer_swapper",)),),
+)
+
 GRAD_NORMS = UpstreamFix(
     name="coalesce_grad_norms",
     symbol="DeepSpeedZeroOptimizer_Stage3._get_norm_groups",
@@ -285,6 +296,7 @@ UPSTREAM_FIXES = (
     REFUSE_UNFROZEN,
     ACCUMULATE_BACKWARDS,
     KEEP_PARTIAL_GRADIENTS,
+    ALIGN_SWAPPED_GRADIENTS,
     GRAD_NORMS,
     BATCHED_STEP,
     PERSISTENT_GATHER,

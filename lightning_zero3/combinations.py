@@ -206,8 +206,7 @@ COMBINATIONS: tuple[Combination, ...] = (
     Combination(
         "optimizer on NVMe, swappable and other sub-groups mixed",
         "tested",
-        "on an engine alone; refused in a fit (the grid). No alias; upstream's step prepares no gradients there, so it "
-        "clears none",
+        "fits are in the grid. No alias; upstream's step prepares no gradients there, so it clears none",
         f"{_D}/test_step_paths.py::test_nvme_swap_with_swappable_and_other_sub_groups_mixed",
     ),
     Combination(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -73,7 +73,7 @@ def build_training_engine(
         NoShardedLayerError: A model to split was given and no layer of it was split.
     """
     import deepspeed
-    from deepspeed.runtime.zero import stage3
+    from deepspeed.runtime.zero import partition_parameters, stage3
 
     from lightning_zero3.optimizer.stage3 import FastStage3Optimizer
 
@@ -84,6 +84,8 @@ def build_training_engine(
             switches = replace(switches, alias_master_weights=False)
         ours = FastStage3Optimizer.with_switches(_switches_that_apply(switches, stage3.DeepSpeedZeroOptimizer_Stage3))
         scope.enter_context(substituted(stage3, "DeepSpeedZeroOptimizer_Stage3", ours))
+        init = partition_parameters.InsertPostInitMethodToModuleSubClasses
+        scope.enter_context(substituted(init, "_set_dtype", _given_dtype_first(init._set_dtype)))
         if target is not None:
             scope.enter_context(auto_ep_on(target))
         tensor_parallel.forget_other_layouts(config["tensor_parallel"]["autotp_size"] if split is not None else 1)
@@ -130,6 +132,21 @@ def build_training_engine(
         _silence_timer_lines(engine)
     engine.model_flops = model_flops
     return engine, built
+
+
+def _given_dtype_first(upstream: Callable[..., None]) -> Callable[..., None]:
+    """``zero.Init``'s choice of a dtype, less its slip: without fp16, as on a CPU, it passes over the one it is given.
+
+    Weights that are swapped to files are stored in that dtype, so those of a whole fp32 model were rounded to bf16.
+    """
+
+    def set_dtype(self: Any, ds_config: Any, dtype: torch.dtype | None) -> None:
+        if dtype is None:
+            upstream(self, ds_config, dtype)
+        else:
+            self.dtype = dtype
+
+    return set_dtype
 
 
 def _see_to_experts_in_lists(module: nn.Module, config: Mapping[str, Any], leaf_modules: bool) -> None:

@@ -100,10 +100,6 @@ OFFLOAD_UNDER_BOTH = Refusal(
     "DeepSpeed offloads under one of the two only",
     "DeepSpeed 0.19.8 has no offload where expert and tensor parallelism meet",
 )
-SWAPPED = Refusal(
-    "are trained on wrong numbers",
-    "weights of 1 MiB and more, which are swapped to files, move wrongly (docs/experiments.md)",
-)
 NOT_RUN = "the slow suite has the cell, and no run of it is recorded yet (docs/experiments.md)"
 _FILE = "tests/distributed/test_grid.py"
 TEST = f"{_FILE}::test_a_cell_trains_as_plain_transformers_do"
@@ -118,7 +114,7 @@ def refusal_of(cell: Cell) -> Refusal | None:
     """
     if cell.experts > 1 and cell.tensors > 1 and cell.offload != "none":
         return OFFLOAD_UNDER_BOTH
-    return SWAPPED if cell.offload == "nvme" else None
+    return None
 
 
 def status_of(cell: Cell) -> Status:

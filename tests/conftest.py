@@ -87,3 +87,12 @@ def _no_copies_of_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
             original(self)
 
         monkeypatch.setattr(launchers._SubprocessScriptLauncher, "_call_children_scripts", only_this_process)
+
+
+@pytest.fixture
+def async_io(ranks: Callable[[int], RankPool]) -> None:
+    """Skip a test where DeepSpeed can't swap to files."""
+    from tests.engines import async_io_works
+
+    if not ranks(1).run(async_io_works)[0]:
+        pytest.skip("DeepSpeed's async_io can't be built here: install libaio-dev")

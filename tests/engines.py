@@ -6,6 +6,7 @@ What differs between the two is the optimizer's class and nothing else, so that 
 from __future__ import annotations
 
 import copy
+import importlib
 from typing import Any
 
 import torch
@@ -84,6 +85,12 @@ def build(
         )
     assert isinstance(built, FastStage3Optimizer) is not stock
     return engine
+
+
+def async_io_works() -> bool:
+    """Whether DeepSpeed's op that swaps to files can be built here."""
+    builder = importlib.import_module("deepspeed.ops.op_builder.async_io").AsyncIOBuilder()
+    return builder.is_compatible(verbose=False)
 
 
 def batch_of(engine: Any, step: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,6 +18,7 @@ from lightning_zero3.optimizer.master_alias import MasterAlias
 from lightning_zero3.optimizer.missing_gradients import MissingGradients
 from lightning_zero3.optimizer.moving import MoveStates
 from lightning_zero3.optimizer.setters import SettersReachWeights
+from lightning_zero3.optimizer.swapped_gradients import SwappedGradients
 from lightning_zero3.optimizer.switches import Switches
 
 
@@ -31,6 +32,7 @@ class FastStage3Optimizer(
     MissingGradients,
     KeepEdits,
     SettersReachWeights,
+    SwappedGradients,
     MoveStates,
     MasterAlias,
     DeepSpeedZeroOptimizer_Stage3,

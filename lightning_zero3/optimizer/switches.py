@@ -30,6 +30,7 @@ class Switches:
     refuse_unfrozen: bool = True
     accumulate_backwards: bool = True
     keep_partial_gradients: bool = True
+    align_swapped_gradients: bool = True
 
     @classmethod
     def from_options(cls, options: Zero3Options) -> Switches:
@@ -50,4 +51,5 @@ class Switches:
             refuse_unfrozen=not options.stock_semantics,
             accumulate_backwards=not options.stock_semantics,
             keep_partial_gradients=not options.stock_semantics,
+            align_swapped_gradients=not options.stock_semantics,
         )

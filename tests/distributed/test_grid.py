@@ -83,7 +83,9 @@ def check(ranks: Any, cell: Cell, folder: str, backend: str = "eager") -> None:
 
 
 @pytest.mark.parametrize("cell", PARAMETERS)
-def test_a_cell_trains_as_plain_transformers_do(ranks, tmp_path, cell):
+def test_a_cell_trains_as_plain_transformers_do(ranks, tmp_path, cell, request):
+    if cell.offload == "nvme":
+        request.getfixturevalue("async_io")
     check(ranks, cell, str(tmp_path))
 
 

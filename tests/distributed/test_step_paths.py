@@ -4,7 +4,6 @@ DeepSpeed has no fp16 on a CPU; its overflow path (``_overflow_clean_up``) is al
 number takes.
 """
 
-import importlib
 from typing import Any
 
 import pytest
@@ -128,17 +127,6 @@ def nvme(folder: str, scoped: bool) -> dict[str, Any]:
         losses.append(loss.item())
         left.append(gradients_left(engine))
     return {"swappable": swappable, "losses": losses, "left": left, "offload": optimizer.offload_optimizer}
-
-
-def async_io_works() -> bool:
-    builder = importlib.import_module("deepspeed.ops.op_builder.async_io").AsyncIOBuilder()
-    return builder.is_compatible(verbose=False)
-
-
-@pytest.fixture
-def async_io(ranks):
-    if not ranks(1).run(async_io_works)[0]:
-        pytest.skip("DeepSpeed's async_io can't be built here: install libaio-dev")
 
 
 @pytest.mark.usefixtures("async_io")

@@ -7,6 +7,7 @@ import copy
 import inspect
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -563,6 +564,16 @@ def test_a_bare_config_agrees_with_any_trainer(bare: dict[str, Any], precision: 
         accumulate_grad_batches=3,
         gradient_clip_val=0.5,
     )
+
+
+@pytest.mark.parametrize("where", [("nvme", "nvme"), ("nvme", "cpu"), ("cpu", "nvme")])
+@pytest.mark.parametrize("fast_init", [True, False])
+def test_masters_are_not_read_from_swapped_weights(where: tuple[str, str], fast_init: bool) -> None:
+    optimizer, parameters = where
+    zero = {"offload_optimizer": {"device": optimizer, "fast_init": fast_init}, "offload_param": {"device": parameters}}
+    refused = fast_init and where == ("nvme", "nvme")
+    with pytest.raises(ConfigConflictError, match="Leave fast_init out") if refused else nullcontext():
+        check({"zero_optimization": zero})
 
 
 @pytest.mark.parametrize(("theirs", "trainers"), [(4, 4), (1, 1), ("auto", 4), (None, 4)])
