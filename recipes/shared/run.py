@@ -135,6 +135,7 @@ def train(recipe: Recipe, settings: Settings) -> Path:
     if any(callback.stopped for callback in saving):
         if trainer.is_global_zero:
             print(f"Stopped by a signal and saved after step {trainer.global_step}; --resume auto goes on from there.")
+        trainer.strategy.barrier("rank 0 has drawn its chart")  # the first that ends has others ended by the launcher
         sys.exit(STOPPED_BY_SIGNAL)
     return run_dir
 

@@ -81,8 +81,20 @@ class Saving(pl.Callback):
         if self.stopped:
             trainer.should_stop = True
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:  # noqa: ARG002
-        """Give the signals back; also called after an error."""
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:  # noqa: ARG002
+        """Give the signals back, before Lightning puts back what was there before it."""
+        self._give_back()
+
+    def on_exception(
+        self,
+        trainer: pl.Trainer,  # noqa: ARG002
+        pl_module: pl.LightningModule,  # noqa: ARG002
+        exception: BaseException,  # noqa: ARG002
+    ) -> None:
+        """The same after an error."""
+        self._give_back()
+
+    def _give_back(self) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}
@@ -96,6 +108,8 @@ class Saving(pl.Callback):
         if trainer.is_global_zero:
             checkpoints.complete(path, step=step, first_run=self.first_run, made_by=self.made_by)
             checkpoints.prune(self.output, self.first_run, self.keep)
+        # Whoever ends before it's marked might have the launcher end rank 0.
+        trainer.strategy.barrier("marked as complete")
         for logger in trainer.loggers:
             logger.save()  # what a killed run has measured so far
 

@@ -40,24 +40,39 @@ def trained(folder: str, *arguments: str, ranks: int) -> Path:
     return train(GLM, GLM.parse([*fixed, *arguments]))
 
 
-def at_every_step(folder: str, ranks: int, options: tuple[str, ...]) -> dict[str, Any]:
+def after_steps(folder: str, ranks: int, options: tuple[str, ...], steps: tuple[int, ...]) -> dict[str, Any]:
     whole = trained(folder, *options, "--checkpoint_every", "1", "--keep", "100", ranks=ranks)
     resumed = {}
-    for checkpoint in checkpoints.all_complete(Path(folder) / "runs")[:-1]:
+    for checkpoint in checkpoints.all_complete(Path(folder) / "runs"):
+        if checkpoint.step not in steps:
+            continue
         run = trained(folder, *options, "--resume", str(checkpoint.path), ranks=ranks)
         resumed[checkpoint.step] = losses(run)
     return {"whole": losses(whole), "resumed": resumed}
 
 
+ACCUMULATED = ("--accumulate_grad_batches", "2")
+OF_DEEPSPEED = ("--optimizer", "deepspeed", "--warmup_steps", "4")
+ALL = tuple(range(1, STEPS))
+
+
 @pytest.mark.parametrize(
-    ("world_size", "options"),
-    [(2, ("--accumulate_grad_batches", "2")), (1, ("--optimizer", "deepspeed", "--warmup_steps", "4"))],
+    ("world_size", "options", "steps"),
+    [
+        (2, ACCUMULATED, (3, 7)),
+        (1, OF_DEEPSPEED, (9,)),
+        pytest.param(2, ACCUMULATED, ALL, marks=pytest.mark.slow),
+        pytest.param(1, OF_DEEPSPEED, ALL, marks=pytest.mark.slow),
+        pytest.param(2, ("--tensor_parallel_size", "2", "--precision", "bf16-mixed"), ALL, marks=pytest.mark.slow),
+    ],
 )
-def test_a_resume_after_any_step_gives_the_losses_of_the_uninterrupted_run(ranks, tmp_path, world_size, options):
+def test_a_resume_after_any_step_gives_the_losses_of_the_uninterrupted_run(
+    ranks, tmp_path, world_size, options, steps
+):
     text_in(tmp_path)
-    seen = ranks(world_size).run(at_every_step, str(tmp_path), world_size, options)[0]
+    seen = ranks(world_size).run(after_steps, str(tmp_path), world_size, options, steps)[0]
     assert len(set(seen["whole"])) == STEPS
-    assert list(seen["resumed"]) == list(range(1, STEPS))
+    assert tuple(seen["resumed"]) == steps
     for step, after in seen["resumed"].items():
         assert after == seen["whole"][step:], step
 
@@ -102,7 +117,7 @@ def test_a_signal_on_one_rank_saves_and_stops_all_after_the_same_step(ranks, tmp
     assert (len(first), len(second)) == (4, STEPS - 4)
     (tmp_path / "whole").mkdir()
     text_in(tmp_path / "whole")
-    ((whole), _) = ranks(2).run(whole_run, str(tmp_path / "whole"), str(tmp_path))
+    whole, _ = ranks(2).run(whole_run, str(tmp_path / "whole"), str(tmp_path))
     assert first + second == whole
     assert [found.step for found in checkpoints.all_complete(tmp_path / "runs")] == [4, STEPS]
 

@@ -17,7 +17,6 @@ from tests.hosts import Host, two_hosts
 from tests.recipes.recipes import RECIPES
 
 ROOT = Path(__file__).parents[2]
-PORT = "29511"
 # Layers of each kind: dense and MoE; linear and full attention; full and sparse attention.
 LAYERS = {"glm45air": "2", "qwen35": "4", "minimax_m3": "4"}
 TIMEOUT = 60
@@ -56,14 +55,22 @@ def losses(output: Path, version: int = 0) -> dict[int, float]:
     return read_metrics(output / f"version_{version}" / "metrics.csv")[names.LOSS]
 
 
-def by_torchrun(pair: tuple[Host, Host], each: int, recipe: str, arguments: list[str], run_id: str = "run") -> None:
+def by_torchrun(pair: tuple[Host, Host], each: int, recipe: str, arguments: list[str]) -> None:
+    """By the script that is shipped, as its user would on each node."""
     for node, host in enumerate(pair):
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--nproc_per_node={each}"]
-        command += ["--rdzv_backend=c10d", f"--rdzv_endpoint={pair[0].address}:{PORT}", f"--rdzv_id={run_id}"]
-        # Who is the rendezvous' host is told, since both addresses are this machine's; and so are ranks.
-        command += [f"--rdzv_conf=is_host={int(node == 0)}", f"--local_addr={host.address}"]
-        command += [str(ROOT / "recipes" / f"{recipe}.py"), *arguments, "--num_nodes", "2", "--devices", str(each)]
-        host.start(command, environment(OMP_NUM_THREADS="1"), ROOT)
+        variables = environment(
+            OMP_NUM_THREADS="1",
+            HEAD=pair[0].address,
+            NNODES="2",
+            GPUS=str(each),
+            LOCAL_ADDR=host.address,
+            # Both addresses are this machine's, so which host holds the rendezvous has to be told.
+            RDZV_CONF=f"is_host={int(node == 0)}",
+            IFNAME=host.interface,
+            PYTHON=sys.executable,
+        )
+        script = str(ROOT / "recipes" / "launch" / "torchrun.sh")
+        host.start([script, str(ROOT / "recipes" / f"{recipe}.py"), *arguments], variables, ROOT)
 
 
 def by_slurm(pair: tuple[Host, Host], each: int, recipe: str, arguments: list[str]) -> None:
