@@ -1,7 +1,7 @@
-"""Two hosts on one machine: network namespaces joined by a virtual cable, or loopback addresses where that isn't allowed.
+"""Two hosts on one machine: network namespaces joined by a virtual cable, else two loopback addresses.
 
-In a namespace a process has a network of its own: another one's ``localhost`` can't be reached, and interfaces have to be
-named, as between real hosts. Processes, files and clocks are this machine's.
+In a namespace a process has a network of its own: another one's ``localhost`` can't be reached, and interfaces have to
+be named, as between real hosts. Processes, files and clocks are this machine's.
 """
 
 from __future__ import annotations

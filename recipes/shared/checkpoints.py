@@ -1,10 +1,10 @@
 """Checkpoints of a recipe as folders: which are complete, which is the last, and whether this run can go on from one.
 
 A sharded checkpoint is a folder that all ranks write into, so a host that is killed in the middle leaves one that looks
-like any other. One counts as complete when it holds :data:`MARKER`: written last, after a barrier that every rank reaches
-with its shards written, under another name first and then renamed, with the size of each file. DeepSpeed's own ``latest``
-says neither which files there have to be nor of which sizes; a file that a host's crash or a copy has cut short is found
-by them.
+like any other. One counts as complete when it holds :data:`MARKER`: written last, after a barrier that every rank
+reaches with its shards written, under another name first and then renamed, with the size of each file. DeepSpeed's own
+``latest`` says neither which files there have to be nor of which sizes; a file that a host's crash or a copy has cut
+short is found by them.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def read(path: Path) -> Checkpoint:
         checkpoint = Checkpoint(path, int(content["step"]), str(content["first_run"]), dict(content["made_by"]))
     except FileNotFoundError as error:
         raise SetupError(
-            f"--resume {path}: no {MARKER} in it, so it isn't a recipe's checkpoint, or its run was killed while it was "
-            f"written. Choose another, or --resume auto for the last complete one."
+            f"--resume {path}: no {MARKER} in it, so it isn't a recipe's checkpoint, or its run was killed while it "
+            f"was written. Choose another, or --resume auto for the last complete one."
         ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SetupError(f"--resume {path}: {MARKER} can't be read ({error!r}). Choose another checkpoint.") from error
@@ -196,17 +196,19 @@ def to_resume(settings: Settings, made_by: dict[str, Any]) -> Checkpoint | None:
         checkpoint = inside[-1] if inside else read(path)
     there = checkpoint.made_by
     differences = [
-        f"{name} is {there.get(name)} there and {value} here" for name, value in made_by.items() if there.get(name) != value
+        f"{name} is {there.get(name)} there and {value} here"
+        for name, value in made_by.items()
+        if there.get(name) != value
     ]
     if differences:
         raise SetupError(
-            f"--resume {settings.resume}: {checkpoint.path} was made by another run: {'; '.join(differences)}. Go on with "
-            "the same sizes, data and rates, name another checkpoint, or leave --resume out (or choose another --output) "
-            "to start anew."
+            f"--resume {settings.resume}: {checkpoint.path} was made by another run: {'; '.join(differences)}. "
+            "Go on with the same sizes, data and rates, name another checkpoint, or leave --resume out (or choose "
+            "another --output) to start anew."
         )
     if checkpoint.step >= settings.steps:
         raise SetupError(
-            f"--resume {settings.resume}: {checkpoint.path} has taken {checkpoint.step} steps already, and this run is of "
-            f"{settings.steps}. Choose a larger --max_steps to go on."
+            f"--resume {settings.resume}: {checkpoint.path} has taken {checkpoint.step} steps already, and this run is "
+            f"of {settings.steps}. Choose a larger --max_steps to go on."
         )
     return checkpoint

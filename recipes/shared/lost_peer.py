@@ -46,6 +46,6 @@ def explained(error: BaseException, *, rank: int, step: int, timeout_seconds: in
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
     return LostPeerError(
         f"Rank {rank}, after step {step}: another process of this run has ended, or hasn't answered within "
-        f"{timeout_seconds} seconds (--timeout_seconds). Look for the first error in the logs of the other nodes. {remedy}\n"
-        f"torch says: {first_line}"
+        f"{timeout_seconds} seconds (--timeout_seconds). Look for the first error in the logs of the other nodes. "
+        f"{remedy}\ntorch says: {first_line}"
     )

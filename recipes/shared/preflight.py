@@ -52,14 +52,17 @@ def check_launcher(devices: int | str, num_nodes: int) -> None:
         devices: Processes on this node, or "auto" for every GPU.
         num_nodes: Nodes.
     """
-    for name in ("WORLD_SIZE", "SLURM_NTASKS"):
+    names = ["WORLD_SIZE", "SLURM_NTASKS"]
+    if os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive"):
+        names.remove("SLURM_NTASKS")  # a shell in an allocation, for Lightning too: nothing was started by srun
+    for name in names:
         started = os.environ.get(name, "")
         if started.isdigit():
             local = int(devices) if str(devices).isdigit() else max(1, torch.cuda.device_count())
             if local * num_nodes != int(started):
                 raise SetupError(
-                    f"--devices {local} on --num_nodes {num_nodes} make {local * num_nodes} processes, but the launcher has "
-                    f"started {started} ({name}). Give it and the recipe the same numbers."
+                    f"--devices {local} on --num_nodes {num_nodes} make {local * num_nodes} processes, but the "
+                    f"launcher has started {started} ({name}). Give it and the recipe the same numbers."
                 )
             return
 

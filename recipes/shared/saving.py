@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import warnings
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,9 +23,9 @@ SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 class Saving(pl.Callback):
     """Save complete checkpoints, and stop after a signal with one.
 
-    A handler that saves by itself, as Lightning's for SLURM, begins collectives wherever each rank happens to be, in the
-    middle of a backward or not. Here it only takes a note. After each optimizer step the ranks ask each other whether any
-    has one (a sum of one number), and all save and stop after the same step.
+    A handler that saves by itself, as Lightning's for SLURM, begins collectives wherever each rank happens to be, in
+    the middle of a backward or not. Here it only takes a note. After each optimizer step the ranks ask each other
+    whether any has one (a sum of one number), and all save and stop after the same step.
 
     Args:
         run: The run's folder, on rank 0.
@@ -103,13 +104,19 @@ class Saving(pl.Callback):
         self._asked = True
 
     def _save(self, trainer: pl.Trainer, step: int) -> None:
-        path = checkpoints.folder_of(self.run, step)
-        trainer.save_checkpoint(path)  # at rank 0's path; ends in a barrier
+        path = trainer.strategy.broadcast(checkpoints.folder_of(self.run, step))
+        trainer.save_checkpoint(path)  # ends in a barrier
         if trainer.is_global_zero:
             checkpoints.complete(path, step=step, first_run=self.first_run, made_by=self.made_by)
             checkpoints.prune(self.output, self.first_run, self.keep)
         # Whoever ends before it's marked might have the launcher end rank 0.
         trainer.strategy.barrier("marked as complete")
+        if not (path / checkpoints.MARKER).exists():
+            warnings.warn(
+                f"Rank {trainer.global_rank} doesn't see {path / checkpoints.MARKER}, which rank 0 has written: "
+                "--output must be a folder that all nodes share, or this checkpoint can't be resumed from.",
+                stacklevel=2,
+            )
         for logger in trainer.loggers:
             logger.save()  # what a killed run has measured so far
 
@@ -117,7 +124,8 @@ class Saving(pl.Callback):
 class SameCheckpoint(pl.Callback):
     """See that all ranks go on from the same checkpoint.
 
-    Each looks for it by itself, before there is a process group. Nodes with folders of their own would find different ones.
+    Each looks for it by itself, before there is a process group. Nodes with folders of their own would find different
+    ones.
 
     Args:
         resumed: What this rank has found.
@@ -135,6 +143,6 @@ class SameCheckpoint(pl.Callback):
         first = trainer.strategy.broadcast(self.found)
         if trainer.strategy.reduce_boolean_decision(first != self.found, all=False):
             raise SetupError(
-                f"--resume: rank 0 has found {first}, rank {trainer.global_rank} {self.found}. All nodes need the same shared "
-                "folder as --output; or name the checkpoint by --resume PATH."
+                f"--resume: rank 0 has found {first}, rank {trainer.global_rank} {self.found}. All nodes need the "
+                "same shared folder as --output; or name the checkpoint by --resume PATH."
             )

@@ -55,9 +55,8 @@ def test_the_shell_can_read_them(script):
 
 def slurm(variables: dict[str, str], status: int) -> subprocess.CompletedProcess[str]:
     job = {"SLURM_NNODES": "4", "SLURM_NTASKS_PER_NODE": "8", "SLURM_JOB_ID": "4711", "SLURM_SUBMIT_DIR": str(ROOT)}
-    return run(
-        "slurm.sbatch", "recipes/qwen35.py", "--seed", "3", **variables, **job, STATUS_OF_srun=str(status), NETWORK="efa"
-    )
+    called = ("recipes/qwen35.py", "--seed", "3")
+    return run("slurm.sbatch", *called, **variables, **job, STATUS_OF_srun=str(status), NETWORK="efa")
 
 
 def test_a_slurm_job_goes_back_into_the_queue_when_it_has_saved_and_only_then(stand_ins):
@@ -81,7 +80,8 @@ def test_slurm_is_asked_for_what_the_recipe_needs():
 
 
 def test_torchrun_is_called_for_any_recipe_and_file(stand_ins):
-    done = run("torchrun.sh", "recipes/glm45air.py", "--config", "x.yaml", **stand_ins, HEAD="node0", NNODES="2", GPUS="4")
+    nodes = {"HEAD": "node0", "NNODES": "2", "GPUS": "4"}
+    done = run("torchrun.sh", "recipes/glm45air.py", "--config", "x.yaml", **stand_ins, **nodes)
     assert done.returncode == 0, done.stderr
     called = calls(stand_ins)
     assert called[:3] == ["python", "-m", "torch.distributed.run"]

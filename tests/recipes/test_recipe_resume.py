@@ -1,4 +1,4 @@
-"""A recipe that goes on from a checkpoint has the losses of one that was never interrupted; what can't be gone on from."""
+"""A recipe that goes on from a checkpoint has the losses of one that was never interrupted."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from lightning_zero3.metrics.summary import read_metrics
 from shared import checkpoints
 from shared.loader import make_loader
 from shared.module import CausalLanguageModel
+from shared.saving import SameCheckpoint
 from tests.recipes.recipes import RECIPES
 
 STEPS = 11
@@ -129,6 +130,27 @@ def whole_run(folder: str, data: str) -> list[float]:
     return losses(run) if torch.distributed.get_rank() == 0 else []
 
 
+class ElsewhereStrategy:
+    """What rank 1 of a run sees of its strategy."""
+
+    def __init__(self, of_rank_0: Any) -> None:
+        self.of_rank_0 = of_rank_0
+
+    def broadcast(self, value: Any) -> Any:
+        return self.of_rank_0
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return decision
+
+
+def test_nodes_that_find_different_checkpoints_are_refused(tmp_path):
+    made(tmp_path, 0, 8)
+    trainer = mock.Mock(strategy=ElsewhereStrategy(str(resume(tmp_path).path)), global_rank=1)
+    SameCheckpoint(resume(tmp_path)).setup(trainer, mock.Mock(), "fit")
+    with pytest.raises(SetupError, match=r"rank 0 has found .*step_00000008, rank 1 none\. All nodes need"):
+        SameCheckpoint(None).setup(trainer, mock.Mock(), "fit")
+
+
 # What a checkpoint's folder says.
 
 MADE_BY = {"recipe": "GLM-4.5-Air", "ranks": 2, "sequence_length": 16}
@@ -192,8 +214,8 @@ def test_what_is_missing_foreign_or_of_other_sizes_is_refused(tmp_path):
 
 
 def test_only_the_last_checkpoints_of_a_training_are_kept(tmp_path):
-    for version, step, first_run in ((0, 2, "version_0"), (0, 4, "version_0"), (1, 2, "version_1"), (2, 6, "version_0")):
-        made(tmp_path, version, step, first_run)
+    for version, step, first_run in ((0, 2, 0), (0, 4, 0), (1, 2, 1), (2, 6, 0)):
+        made(tmp_path, version, step, f"version_{first_run}")
     unfinished = made(tmp_path, 2, 8, finished=False)
     checkpoints.prune(tmp_path, "version_0", keep=2)
     left = [(found.path.parts[-3], found.step) for found in checkpoints.all_complete(tmp_path)]
