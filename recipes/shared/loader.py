@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -18,7 +17,7 @@ class ResumableLoader(DataLoader[Any]):
 
     _first = _given = 0
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Any:
         self._given, self._first = self._first, 0
         # Lightning may ask for the state between two batches at any time, so the count goes up before each is given.
         for batch in islice(super().__iter__(), self._given, None):
@@ -49,7 +48,9 @@ def make_loader(samples: Dataset[Any], *, batch_size: int, ranks: int, seed: int
         pin_memory: Whether batches are page-locked.
     """
     # A sampler with `set_epoch`, which Lightning calls; with several ranks it puts in such a one by itself.
-    alone = DistributedSampler(samples, num_replicas=1, rank=0, seed=seed) if ranks == 1 else None
+    alone: DistributedSampler[Any] | None = None
+    if ranks == 1:
+        alone = DistributedSampler(samples, num_replicas=1, rank=0, seed=seed)
     return ResumableLoader(
         samples, batch_size=batch_size, sampler=alone, shuffle=alone is None, drop_last=True, pin_memory=pin_memory
     )

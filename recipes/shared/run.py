@@ -76,9 +76,7 @@ def train(recipe: Recipe, settings: Settings) -> Path:
     saving = []
     if settings.checkpoint_every is not None:
         every, keep = settings.checkpoint_every, settings.keep
-        saving = [
-            Saving(run_dir, output=settings.output, every=every, keep=keep, made_by=made_by, resumed=resumed)
-        ]
+        saving = [Saving(run_dir, output=settings.output, every=every, keep=keep, made_by=made_by, resumed=resumed)]
     per_step = settings.micro_batch_size * settings.accumulate_grad_batches
     trainer = pl.Trainer(
         strategy=strategy,

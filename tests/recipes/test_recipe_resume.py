@@ -67,9 +67,7 @@ ALL = tuple(range(1, STEPS))
         pytest.param(2, ("--tensor_parallel_size", "2", "--precision", "bf16-mixed"), ALL, marks=pytest.mark.slow),
     ],
 )
-def test_a_resume_after_any_step_gives_the_losses_of_the_uninterrupted_run(
-    ranks, tmp_path, world_size, options, steps
-):
+def test_a_resume_after_any_step_gives_the_losses_of_the_uninterrupted_run(ranks, tmp_path, world_size, options, steps):
     text_in(tmp_path)
     seen = ranks(world_size).run(after_steps, str(tmp_path), world_size, options, steps)[0]
     assert len(set(seen["whole"])) == STEPS

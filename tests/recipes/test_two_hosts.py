@@ -219,4 +219,3 @@ def test_slurms_signal_saves_on_both_hosts_and_the_requeued_job_goes_on(ranks, h
     finished(hosts)
     ranks(2).run(single_host, "glm45air", options("glm45air", text, alone, "--max_steps", str(STEPS)), 2)
     assert losses(ours, 1) == dict(list(losses(alone).items())[done:])
-
