@@ -22,7 +22,17 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zero3 import build_locks, cpu_ops, ds_config, loaders, precision, process_exit, refusals, same_batches
+from lightning_zero3 import (
+    build_locks,
+    cpu_ops,
+    ds_config,
+    group_timeouts,
+    loaders,
+    precision,
+    process_exit,
+    refusals,
+    same_batches,
+)
 from lightning_zero3.checkpoint import load_consolidated
 from lightning_zero3.config import ConfigConflictError, Zero3Options
 from lightning_zero3.moe import auxiliary_loss, expert_parallel, parallel_layers, tensor_parallel
@@ -135,6 +145,7 @@ class Zero3FastStrategy(PeerBatchesStrategy, SteppingStrategy):
             self.config, given, self.options, argument_defaults=_deepspeed_strategy_defaults()
         )
         self._quiet_timers = False
+        self._groups_before_fit: list[Any] = []
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -246,6 +257,7 @@ class Zero3FastStrategy(PeerBatchesStrategy, SteppingStrategy):
             reset_seed()
             self.set_world_ranks()
             self._init_deepspeed_distributed()
+        self._groups_before_fit = group_timeouts.groups()
         # DeepSpeed's own calls, several times a step and rank: nothing that a user could mend.
         warnings.filterwarnings("ignore", message=DEPRECATED_CALLS, category=FutureWarning)
         if not theirs:
@@ -287,7 +299,7 @@ class Zero3FastStrategy(PeerBatchesStrategy, SteppingStrategy):
             verify_parallel(
                 target, split, self.config, self.parallel_layout, local_rank=self._device_index, switches=switches
             )
-        return build_training_engine(
+        built = build_training_engine(
             model,
             config=config,
             optimizer=optimizer,
@@ -299,6 +311,8 @@ class Zero3FastStrategy(PeerBatchesStrategy, SteppingStrategy):
             print_timers=not self._quiet_timers,
             leaf_modules=not self.options.stock_semantics,
         )
+        group_timeouts.set_for_new(self._groups_before_fit, self._timeout)
+        return built
 
     def _init_optimizers(self) -> tuple[Optimizer, Any]:
         return refusals.the_optimizer(self.lightning_module)

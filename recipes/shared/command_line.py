@@ -54,11 +54,12 @@ def parse_settings(sizes: Mapping[str, Settings], arguments: Sequence[str], *, d
 
 
 def _with_values(arguments: Sequence[str]) -> Iterator[str]:
-    """The same, with ``--benchmark`` for ``--benchmark=true``."""
-    switches = {f"--{field.name}" for field in fields(Settings) if field.type in (bool, "bool")}
+    """The same, with ``--benchmark`` for ``--benchmark=true`` and ``--resume`` for ``--resume=auto``."""
+    switches = {f"--{field.name}": "true" for field in fields(Settings) if field.type in (bool, "bool")}
+    switches["--resume"] = "auto"
     for at, argument in enumerate(arguments):
         last = at + 1 == len(arguments) or arguments[at + 1].startswith("--")
-        yield f"{argument}=true" if argument in switches and last else argument
+        yield f"{argument}={switches[argument]}" if argument in switches and last else argument
 
 
 def _given(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:

@@ -45,6 +45,28 @@ def world_size(devices: int | str, num_nodes: int) -> int:
     return local * num_nodes
 
 
+def check_launcher(devices: int | str, num_nodes: int) -> None:
+    """Hold processes per node and nodes against the number of processes that a launcher has started.
+
+    Args:
+        devices: Processes on this node, or "auto" for every GPU.
+        num_nodes: Nodes.
+    """
+    names = ["WORLD_SIZE", "SLURM_NTASKS"]
+    if os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive"):
+        names.remove("SLURM_NTASKS")  # a shell in an allocation, for Lightning too: nothing was started by srun
+    for name in names:
+        started = os.environ.get(name, "")
+        if started.isdigit():
+            local = int(devices) if str(devices).isdigit() else max(1, torch.cuda.device_count())
+            if local * num_nodes != int(started):
+                raise SetupError(
+                    f"--devices {local} on --num_nodes {num_nodes} make {local * num_nodes} processes, but the "
+                    f"launcher has started {started} ({name}). Give it and the recipe the same numbers."
+                )
+            return
+
+
 def expert_parallel_size(settings: Settings, config: Any, ranks: int) -> int:
     """The size that was asked for, or the largest that divides both ranks and experts.
 

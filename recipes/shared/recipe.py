@@ -64,11 +64,12 @@ class Recipe:
         Args:
             arguments: Those of this process if None.
         """
+        from shared.lost_peer import LostPeerError
         from shared.run import train
 
         try:
             settings = self.parse(sys.argv[1:] if arguments is None else arguments)
             train(self, settings)
-        except SetupError as error:
+        except (SetupError, LostPeerError) as error:
             # What a person has to change, without the way that the program took to find out.
             sys.exit(f"{Path(sys.argv[0]).name}: {error}")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import warnings
 from dataclasses import fields
+from datetime import timedelta
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -14,16 +16,17 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from torch.utils.data import DataLoader
 
 from lightning_zero3 import Zero3FastStrategy, Zero3Monitor
 from lightning_zero3.config import Zero3Options
 from lightning_zero3.metrics.summary import read_metrics, summarise
-from shared import attention, preflight
+from shared import attention, checkpoints, lost_peer, preflight
 from shared.data import unigram_entropy
 from shared.deepspeed_config import deepspeed_config
+from shared.loader import make_loader
 from shared.module import CausalLanguageModel
 from shared.report import draw_chart, print_steps, print_table
+from shared.saving import STOPPED_BY_SIGNAL, SameCheckpoint, Saving
 from shared.settings import BENCHMARK_WARMUP_STEPS, Settings
 
 if TYPE_CHECKING:
@@ -42,6 +45,8 @@ def train(recipe: Recipe, settings: Settings) -> Path:
 
     Raises:
         SetupError: Data, tokenizer, sizes or this machine don't fit the settings; before any process group exists.
+        LostPeerError: Another process has ended, or can't be reached.
+        SystemExit: With status 75, after a signal and a checkpoint.
     """
     _quiet_known_noise()
     title = (
@@ -54,14 +59,24 @@ def train(recipe: Recipe, settings: Settings) -> Path:
     ranks = preflight.world_size(devices, settings.num_nodes)
     config = recipe.config(settings)
     preflight.check_machine(settings, recipe.name)
+    preflight.check_launcher(devices, settings.num_nodes)
     preflight.check_output(settings.output)
-    strategy = make_strategy(settings, expert_parallel_size=preflight.expert_parallel_size(settings, config, ranks))
+    experts = preflight.expert_parallel_size(settings, config, ranks)
+    strategy = make_strategy(settings, expert_parallel_size=experts)
     preflight.check_model(recipe.model_class, config, strategy, ranks)
     stream, samples = preflight.check_data(settings, config, ranks)
     entropy = unigram_entropy(stream.tokens)
+    made_by = checkpoints.identity(
+        settings, recipe=recipe.name, ranks=ranks, expert_parallel_size=experts, data=stream.description
+    )
+    resumed = checkpoints.to_resume(settings, made_by)
 
     csv = CSVLogger(settings.output, name="", flush_logs_every_n_steps=10)
     run_dir = Path(csv.log_dir)
+    saving = []
+    if settings.checkpoint_every is not None:
+        every, keep = settings.checkpoint_every, settings.keep
+        saving = [Saving(run_dir, output=settings.output, every=every, keep=keep, made_by=made_by, resumed=resumed)]
     per_step = settings.micro_batch_size * settings.accumulate_grad_batches
     trainer = pl.Trainer(
         strategy=strategy,
@@ -79,18 +94,31 @@ def train(recipe: Recipe, settings: Settings) -> Path:
         logger=[csv, TensorBoardLogger(settings.output, name="", version=csv.version, sub_dir="tensorboard")],
         callbacks=[
             Zero3Monitor(),
-            _Introduce(title, stream.description, entropy, attention.describe(config, settings.attention)),
+            _Introduce(title, stream.description, entropy, attention.describe(config, settings.attention), resumed),
+            SameCheckpoint(resumed),
+            *saving,
         ],
         enable_checkpointing=False,
         enable_model_summary=False,
     )
     pl.seed_everything(settings.seed, verbose=False)
     module = make_module(recipe, config, settings)
-    loader: DataLoader[Any] = DataLoader(
-        samples, batch_size=settings.micro_batch_size, shuffle=True, drop_last=True, pin_memory=on_gpu
+    loader = make_loader(
+        samples, batch_size=settings.micro_batch_size, ranks=ranks, seed=settings.seed, pin_memory=on_gpu
     )
-    with attention.only_cudnn(settings.attention):
-        trainer.fit(module, loader)
+    try:
+        with attention.only_cudnn(settings.attention):
+            trainer.fit(module, loader, ckpt_path=None if resumed is None else resumed.path)
+    except Exception as error:
+        if not lost_peer.is_one(error):
+            raise
+        raise lost_peer.explained(
+            error,
+            rank=trainer.global_rank,
+            step=trainer.global_step,
+            timeout_seconds=settings.timeout_seconds,
+            saved=settings.checkpoint_every is not None,
+        ) from error
     if trainer.is_global_zero:
         metrics = read_metrics(run_dir / "metrics.csv")
         if settings.benchmark:
@@ -102,6 +130,11 @@ def train(recipe: Recipe, settings: Settings) -> Path:
             f"Chart: {run_dir / 'chart.png'}   Logs: {run_dir / 'metrics.csv'}, "
             f"tensorboard --logdir {quote(str(settings.output))}"
         )
+    if any(callback.stopped for callback in saving):
+        if trainer.is_global_zero:
+            print(f"Stopped by a signal and saved after step {trainer.global_step}; --resume auto goes on from there.")
+        trainer.strategy.barrier("rank 0 has drawn its chart")  # the first that ends has others ended by the launcher
+        sys.exit(STOPPED_BY_SIGNAL)
     return run_dir
 
 
@@ -115,6 +148,7 @@ def make_strategy(settings: Settings, *, expert_parallel_size: int) -> Zero3Fast
     options = {field.name: getattr(settings, field.name) for field in fields(Zero3Options)}
     return Zero3FastStrategy(
         config=deepspeed_config(settings, on_gpu=torch.cuda.is_available()),
+        timeout=timedelta(seconds=settings.timeout_seconds),
         **{**options, "expert_parallel_size": expert_parallel_size},
     )
 
@@ -142,8 +176,10 @@ def make_module(recipe: Recipe, config: Any, settings: Settings) -> CausalLangua
 class _Introduce(Callback):
     """Say what is about to be trained, once the model is built and partitioned."""
 
-    def __init__(self, name: str, data: str, entropy: float, attention: str) -> None:
-        self.name, self.data, self.entropy, self.attention = name, data, entropy, attention
+    def __init__(
+        self, name: str, data: str, entropy: float, attention: str, resumed: checkpoints.Checkpoint | None
+    ) -> None:
+        self.name, self.data, self.entropy, self.attention, self.resumed = name, data, entropy, attention, resumed
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:  # noqa: ARG002
         if not trainer.is_global_zero:
@@ -156,6 +192,8 @@ class _Introduce(Callback):
             f"{self.attention}\n"
             f"Data: {self.data}; unigram entropy {self.entropy:.3f} nats"
         )
+        if self.resumed is not None:
+            print(f"Resumed after step {self.resumed.step}, from {self.resumed.path}")
 
 
 def _quiet_known_noise() -> None:
@@ -165,5 +203,7 @@ def _quiet_known_noise() -> None:
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+    # "`weights_only` was not set", at each checkpoint.
+    logging.getLogger("lightning.pytorch.trainer.connectors.checkpoint_connector").setLevel(logging.ERROR)
     # That there's no flash-linear-attention; `attention.describe` says so, once.
     logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)

@@ -24,6 +24,9 @@ _AT_LEAST_ONE = (
     "sub_group_size",
     "devices",
     "num_nodes",
+    "checkpoint_every",
+    "keep",
+    "timeout_seconds",
 )
 _NOT_NEGATIVE = ("learning_rate", "weight_decay", "warmup_steps", "seed")
 
@@ -64,6 +67,13 @@ class Settings(Zero3Options):
         devices: Processes on this node; null for the launcher's number, else every GPU, else 2.
         num_nodes: Nodes, each with as many processes.
         output: Folder for runs; each gets a folder version_N of its own.
+        checkpoint_every: Save a checkpoint every so many optimizer steps, at the end, and after SIGTERM or SIGUSR1,
+            which then ends the run with exit status 75; null for none. On several nodes, output must be a shared
+            folder.
+        keep: Checkpoints of one training that are kept, the last ones.
+        resume: Go on from a checkpoint, with the losses of a run that was never interrupted. auto (or no value): the
+            last complete one in output, or from the start where there's none. PATH: that one, or a run's last one.
+        timeout_seconds: How long a rank waits for the others in a collective, before it ends with an error.
         seed: For weights and the order of the data.
         expert_parallel_size: Ranks that share one set of experts; null for the largest number that divides both ranks
             and experts.
@@ -96,6 +106,10 @@ class Settings(Zero3Options):
     devices: int | None = None
     num_nodes: int = 1
     output: Path = Path("runs")
+    checkpoint_every: int | None = None
+    keep: int = 2
+    resume: str | None = None
+    timeout_seconds: int = 1800
     seed: int = 0
 
     def __post_init__(self) -> None:

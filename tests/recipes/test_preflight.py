@@ -125,3 +125,18 @@ def test_processes_are_the_launchers_number_or_two_on_a_machine_without_gpus(mon
     assert preflight.local_processes() == 4
     monkeypatch.setenv("WORLD_SIZE", "12")
     assert preflight.world_size(4, 1) == 12
+
+
+def test_a_launcher_that_has_started_another_number_of_processes(monkeypatch):
+    for name in ("WORLD_SIZE", "SLURM_NTASKS", "SLURM_JOB_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    preflight.check_launcher(2, 1)
+    monkeypatch.setenv("SLURM_NTASKS", "32")
+    preflight.check_launcher(8, 4)
+    with pytest.raises(SetupError, match=r"--devices 8 on --num_nodes 1 make 8 .* started 32 \(SLURM_NTASKS\)"):
+        preflight.check_launcher(8, 1)
+    monkeypatch.setenv("SLURM_JOB_NAME", "interactive")
+    preflight.check_launcher(2, 1)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(SetupError, match="WORLD_SIZE"):
+        preflight.check_launcher(2, 1)
