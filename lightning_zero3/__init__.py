@@ -6,18 +6,27 @@ DeepSpeed and changes nothing in DeepSpeed, Lightning or Transformers.
 
 from __future__ import annotations
 
+import os.path
+import sys
 from typing import TYPE_CHECKING, Any
-
-from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_zero3.__about__ import __version__
 from lightning_zero3.config import ConfigConflictError, Zero3Options
-from lightning_zero3.metrics.callback import Zero3Monitor
-from lightning_zero3.moe.peer_batches import PeerBatchesError
-from lightning_zero3.optimizer.layer_norms import grad_norms
-from lightning_zero3.refusals import UnsupportedFeatureError
-from lightning_zero3.same_batches import UnequalBatchesError
-from lightning_zero3.strategy import Zero3FastStrategy
+
+# The doctor has to run, and to say what is wrong, where torch or Lightning can't be imported.
+_FOR_THE_DOCTOR = os.path.basename(sys.argv[0]) == "lightning-zero3" and sys.argv[1:2] == ["doctor"]
+
+if TYPE_CHECKING or not _FOR_THE_DOCTOR:
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    from lightning_zero3.metrics.callback import Zero3Monitor
+    from lightning_zero3.moe.peer_batches import PeerBatchesError
+    from lightning_zero3.optimizer.layer_norms import grad_norms
+    from lightning_zero3.refusals import UnsupportedFeatureError
+    from lightning_zero3.same_batches import UnequalBatchesError
+    from lightning_zero3.strategy import Zero3FastStrategy
+
+    Zero3FastStrategy.register_strategies(StrategyRegistry)
 
 if TYPE_CHECKING:
     from lightning_zero3.optimizer.stage3 import FastStage3Optimizer
@@ -34,8 +43,6 @@ __all__ = [
     "__version__",
     "grad_norms",
 ]
-
-Zero3FastStrategy.register_strategies(StrategyRegistry)
 
 
 def __getattr__(name: str) -> Any:

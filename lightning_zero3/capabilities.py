@@ -377,6 +377,13 @@ def lightning_refuses_cpu() -> bool:
     return "CUDAAccelerator" in referenced_names(DeepSpeedStrategy.setup_environment)
 
 
+def gathers_wait_for_the_last_only() -> bool:
+    """Whether DeepSpeed waits for the last of several gathers only, which is enough where they finish in order."""
+    from deepspeed.runtime.zero import partition_parameters
+
+    return "launch_handles[-1].wait()" in inspect.getsource(partition_parameters)
+
+
 OUTPUT_RECORDERS = UpstreamLimit(
     name="output recorders",
     symbol="transformers.utils.output_capturing._CAN_RECORD_REGISTRY",
@@ -386,6 +393,7 @@ OUTPUT_RECORDERS = UpstreamLimit(
     consequence="for presets that move recorders (mixtral, qwen3_moe, qwen3_5_moe, minimax_m3) the registry takes both "
     "keys while the engine is built",
     expires="DeepSpeed passes the model",
+    mended_here=True,
 )
 PARTITIONED_INITIALISATION = UpstreamLimit(
     name="partitioned initialisation",
@@ -404,6 +412,16 @@ LIGHTNING_ON_CPU = UpstreamLimit(
     present=lightning_refuses_cpu,
     consequence="our strategy sets the environment up itself",
     expires="Lightning allows CPUs",
+    mended_here=True,
+)
+GATHERS_ON_GLOO = UpstreamLimit(
+    name="gathers on gloo",
+    symbol="deepspeed.runtime.zero.partition_parameters.Init._convert_to_deepspeed_param",
+    reason="gathers several parameters and waits for the last of them only, so on a CPU weights may not be there yet",
+    affected="DeepSpeed 0.19.7 and earlier",
+    present=gathers_wait_for_the_last_only,
+    consequence="on a CPU train in one process, or use DeepSpeed 0.19.8; NCCL isn't affected",
+    expires="DeepSpeed >= 0.19.8 is the oldest that is supported",
 )
 
-UPSTREAM_LIMITS = (OUTPUT_RECORDERS, PARTITIONED_INITIALISATION, LIGHTNING_ON_CPU)
+UPSTREAM_LIMITS = (OUTPUT_RECORDERS, PARTITIONED_INITIALISATION, LIGHTNING_ON_CPU, GATHERS_ON_GLOO)

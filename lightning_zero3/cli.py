@@ -10,6 +10,7 @@ from lightning_zero3.config import SetupError
 
 # Command → module:function. A function's signature and docstring are its options and help; it returns the exit status.
 COMMANDS = {
+    "doctor": "lightning_zero3.doctor.command:doctor",
 }
 
 
@@ -23,13 +24,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: a command's own, or 2 for input that can't be used.
     """
-    from jsonargparse import auto_cli
-
     given = list(sys.argv[1:] if arguments is None else arguments)
     commands: dict[str, Callable[..., int]] = {}
-    for name, where in COMMANDS.items():
-        module, function = where.split(":")
-        commands[name] = getattr(importlib.import_module(module), function)
+    try:
+        from jsonargparse import auto_cli
+
+        # One command's imports must not stand in another's way: the doctor runs where the rest can't be imported.
+        for name in [given[0]] if given and given[0] in COMMANDS else COMMANDS:
+            module, function = COMMANDS[name].split(":")
+            commands[name] = getattr(importlib.import_module(module), function)
+    except ModuleNotFoundError as error:
+        print(f"lightning-zero3: {error}: pip install {error.name}", file=sys.stderr)
+        return 2
     try:
         return int(auto_cli(commands, args=[_with_underscores(argument) for argument in given]))
     except SetupError as error:
@@ -38,13 +44,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _with_underscores(argument: str) -> str:
-    """An option's name as the parser knows it; values stay as they are.
+    """An option's name as the parser knows it, a flag with its value; values stay as they are.
 
+    >>> _with_underscores("--json")
+    '--json=true'
     >>> _with_underscores("--expert-parallel-size=8"), _with_underscores("a-b")
     ('--expert_parallel_size=8', 'a-b')
     """
     if not argument.startswith("--"):
         return argument
+    if argument == "--json":  # the parser wants a value for each bool
+        return "--json=true"
     name, equals, value = argument[2:].partition("=")
     return f"--{name.replace('-', '_')}{equals}{value}"
 

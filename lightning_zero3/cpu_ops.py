@@ -15,15 +15,13 @@ import sysconfig
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
+from lightning_zero3 import build_locks
 
 OP_NAME = "deepspeed_shm_comm"
-# A build touches its folder at least this often (the whole op compiles in half a minute on two cores); a process that
-# finds it built holds the lock for a moment only.
-QUIET_BUILD_SECONDS = 180
+QUIET_BUILD_SECONDS = build_locks.QUIET_BUILD_SECONDS
+# A process that finds the op built holds the lock for a moment only.
 QUIET_LOAD_SECONDS = 10
 SAY_AFTER_SECONDS = 2
 
@@ -85,7 +83,7 @@ def await_build_lock(
     limit = QUIET_LOAD_SECONDS if (folder / f"{OP_NAME}.so").exists() else QUIET_BUILD_SECONDS
     said = False
     while lock.exists():
-        quiet = now() - _last_change(folder)
+        quiet = now() - build_locks.last_change(folder)
         if not said and quiet > SAY_AFTER_SECONDS:
             log.info(f"Waiting for {lock}: another process compiles or loads DeepSpeed's communication op.")
             said = True
@@ -106,20 +104,7 @@ def _is_held(lock: Path) -> bool:
             )
     except FileNotFoundError:
         return False
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if any(Path(file.path) == lock for file in process.open_files()):
-                return True
-    return False
-
-
-def _last_change(folder: Path) -> float:
-    """When something in the folder was last modified; now, if it is just being taken away."""
-    times = []
-    for path in folder.iterdir():
-        with suppress(FileNotFoundError):
-            times.append(path.stat().st_mtime)
-    return max(times, default=time.time())
+    return build_locks.holder_of(lock) is not None
 
 
 def prepare() -> None:

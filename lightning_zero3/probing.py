@@ -39,20 +39,28 @@ class UpstreamFix:
 
     def missing_hooks(self, stage3: type[Any]) -> list[str]:
         """Calls that this part relies on and the given class doesn't make, in words."""
-        missing = [
-            f"{' or '.join(callers)} calling {callee}"
+        return [what for what, found in self.looked_for(stage3) if not found]
+
+    def looked_for(self, stage3: type[Any]) -> list[tuple[str, bool]]:
+        """What this part relies on, in words, each with whether the given class's code has it."""
+        seen = [
+            (
+                f"{' or '.join(callers)} calling {callee}",
+                hasattr(stage3, callee) and any(_calls(stage3, caller, callee) for caller in callers),
+            )
             for callers, callee in self.hooks
-            if not hasattr(stage3, callee) or not any(_calls(stage3, caller, callee) for caller in callers)
         ]
-        if self.order and calls_among(stage3.step, self.order) != list(self.order):
-            missing.append(f"step calling {', '.join(self.order)} once each and in this order")
+        if self.order:
+            in_order = calls_among(stage3.step, self.order) == list(self.order)
+            seen.append((f"step calling {', '.join(self.order)} once each and in this order", in_order))
         for find, names in self.uses:
             try:
-                absent = [name for name in names if name not in referenced_names(find(stage3))]
+                referenced = referenced_names(find(stage3))
             except AttributeError as error:
-                absent = [str(error)]
-            missing += [f"a use of {name}" for name in absent]
-        return missing
+                seen += [(f"a use of {error}", False)] * bool(names)
+                continue
+            seen += [(f"a use of {name}", name in referenced) for name in names]
+        return seen
 
 
 def referenced_names(function: Callable[..., Any]) -> frozenset[str]:
@@ -128,6 +136,7 @@ class UpstreamLimit:
         present: Probes the installed packages.
         consequence: What a user is told, or what we do instead.
         expires: What ends it.
+        mended_here: Whether what we do instead leaves users nothing to do.
     """
 
     name: str
@@ -137,3 +146,4 @@ class UpstreamLimit:
     present: Callable[[], bool]
     consequence: str
     expires: str
+    mended_here: bool = False

@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zero3 import cpu_ops, ds_config, loaders, precision, process_exit, refusals, same_batches
+from lightning_zero3 import build_locks, cpu_ops, ds_config, loaders, precision, process_exit, refusals, same_batches
 from lightning_zero3.checkpoint import load_consolidated
 from lightning_zero3.config import ConfigConflictError, Zero3Options
 from lightning_zero3.moe import auxiliary_loss, expert_parallel, parallel_layers, tensor_parallel
@@ -228,6 +228,9 @@ class Zero3FastStrategy(PeerBatchesStrategy, SteppingStrategy):
     def setup_distributed(self) -> None:
         """Make the process group: NCCL for CUDA, gloo for CPU."""
         theirs = torch.distributed.is_initialized()
+        if self.local_rank == 0:
+            # FusedAdam and others are built when a fit makes them; nothing would be heard of that wait.
+            build_locks.warn_of_abandoned()
         if self.root_device.type == "cuda":
             super().setup_distributed()
         else:

@@ -9,6 +9,8 @@ import torch
 
 from lightning_zero3.metrics import names
 from lightning_zero3.moe.build import build_from_config
+from shared.deepspeed_config import BETAS, WARMUP_START
+from shared.tiled_loss import tile_head, tiled_loss
 
 
 class CausalLanguageModel(pl.LightningModule):
@@ -21,6 +23,7 @@ class CausalLanguageModel(pl.LightningModule):
         weight_decay: AdamW's.
         warmup_steps: Optimizer steps over which the learning rate rises linearly.
         recompute_activations: Keep only each layer's input in forward and compute the rest again in backward.
+        loss_tiles: Pieces in which logits and loss are computed.
         seed: For the initial weights; the same on all ranks.
     """
 
@@ -33,6 +36,7 @@ class CausalLanguageModel(pl.LightningModule):
         weight_decay: float = 0.1,
         warmup_steps: int = 0,
         recompute_activations: bool = False,
+        loss_tiles: int = 1,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -42,6 +46,7 @@ class CausalLanguageModel(pl.LightningModule):
         self.weight_decay = weight_decay
         self.warmup_steps = warmup_steps
         self.recompute_activations = recompute_activations
+        self.loss_tiles = loss_tiles
         self.seed = seed
         self.model: Any = None
 
@@ -53,19 +58,23 @@ class CausalLanguageModel(pl.LightningModule):
         self.model = build_from_config(self.model_class, self.config)
         if self.recompute_activations:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if self.loss_tiles > 1:
+            tile_head(self.model, self.loss_tiles)
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:  # noqa: ARG002
         """One micro-step's loss, in nats per token."""
-        loss: torch.Tensor = self.model(**batch, use_cache=False).loss
+        loss: torch.Tensor = (
+            tiled_loss(self.model, batch) if self.loss_tiles > 1 else self.model(**batch, use_cache=False).loss
+        )
         self.log(names.LOSS, loss.detach(), prog_bar=True, sync_dist=True)
         return loss
 
     def configure_optimizers(self) -> Any:
-        """AdamW, with a linear warm-up if one is asked for."""
+        """AdamW, with a linear warm-up if one is asked for; not called where the DeepSpeed config names an optimizer."""
         optimizer = torch.optim.AdamW(
-            self.parameters(), lr=self.learning_rate, betas=(0.9, 0.95), weight_decay=self.weight_decay
+            self.parameters(), lr=self.learning_rate, betas=BETAS, weight_decay=self.weight_decay
         )
         if not self.warmup_steps:
             return optimizer
-        warmup = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=self.warmup_steps)
+        warmup = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=WARMUP_START, total_iters=self.warmup_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warmup, "interval": "step"}}

@@ -14,14 +14,23 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lightning_zero3.metrics.names import BWD_MICROSTEP, FWD_MICROSTEP, LOSS, MEMORY_PREFIX, STEP_MICROSTEP
+from lightning_zero3.metrics.names import (
+    BWD_MICROSTEP,
+    FWD_MICROSTEP,
+    LOSS,
+    MEMORY_PREFIX,
+    STEP_MICROSTEP,
+    STEP_TOTAL,
+)
 from lightning_zero3.metrics.summary import (
+    EARLY_STEPS,
     GIB_SUFFIX,
     LAST_LOSSES,
     Metrics,
     RunSummary,
     Spread,
     number_steps,
+    spread,
 )
 
 NOT_MEASURED = "not measured"
@@ -33,6 +42,8 @@ TIMES = {
     FWD_MICROSTEP: ("forward (fwd_microstep)", BLUE),
     BWD_MICROSTEP: ("backward (bwd_microstep)", GREEN),
 }
+# Narrow enough for a terminal of 100 characters.
+STEP_COLUMNS = {FWD_MICROSTEP: "forward", BWD_MICROSTEP: "backward", STEP_MICROSTEP: "optimizer", STEP_TOTAL: "total"}
 # Memory of the host is never called "GPU", that of the GPU always is. In the order of the table and of the legend.
 MEMORY = {
     "memory/peak_reserved_gib": ("GPU peak reserved", SKY, "-"),
@@ -109,6 +120,38 @@ def print_table(summary: RunSummary, *, title: str, console: Console | None = No
     else:
         table.add_row("loss, first → last", f"{summary.loss_first:.3f} → {summary.loss_last:.3f}")
         table.add_row(f"loss, mean of the last {LAST_LOSSES}", f"{summary.loss_last_mean:.3f}")
+    (console or Console()).print(table)
+
+
+def print_steps(metrics: Metrics, *, title: str, warmup: int, console: Console | None = None) -> None:
+    """Print each step's loss and times (ms), and the mean, smallest and largest time of steps 2 to 10.
+
+    Args:
+        metrics: As :func:`~lightning_zero3.metrics.summary.read_metrics` returns it.
+        title: Printed as it is.
+        warmup: How many of the first steps are marked as warm-up.
+        console: Where to print; a new one on the standard output by default.
+    """
+    numbered = number_steps(metrics)
+    table = Table(title=Text(f"{title}: every step, times in ms", style="bold"))
+    table.add_column("step", no_wrap=True)
+    for heading in ("loss", *STEP_COLUMNS.values()):
+        table.add_column(heading, justify="right", no_wrap=True)
+    columns = [LOSS, *STEP_COLUMNS]
+    steps = sorted({step for name in columns for step in _from_first_step(numbered, name)})
+    for step in steps:
+        values = [numbered.get(name, {}).get(step) for name in columns]
+        losses = ["" if value is None else f"{value:.6f}" for value in values[:1]]
+        times = ["" if value is None else _text(value) for value in values[1:]]
+        table.add_row(f"{step}{', warm-up' if step <= warmup else ''}", *losses, *times)
+    table.add_section()
+    spreads = [
+        spread([value for step, value in numbered.get(name, {}).items() if step in EARLY_STEPS])
+        for name in STEP_COLUMNS
+    ]
+    for label, what in (("mean of 2 to 10", "mean"), ("min", "minimum"), ("max", "maximum")):
+        cells = ["" if values is None else _text(getattr(values, what)) for values in spreads]
+        table.add_row(label, "", *cells)
     (console or Console()).print(table)
 
 

@@ -1,0 +1,71 @@
+"""What a recipe is: a name, a model class, and for each of its sizes a config and settings; and its command line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_zero3.config import SetupError
+from shared.command_line import parse_settings
+from shared.settings import Settings
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One architecture, at its true size and scaled down.
+
+    Args:
+        name: What tables and charts are called.
+        model_class: The Hugging Face class.
+        settings: Defaults of each size.
+        configs: For each size, its config; the function takes a number of layers, or None for all.
+    """
+
+    name: str
+    model_class: type[Any]
+    settings: Mapping[str, Settings]
+    configs: Mapping[str, Callable[[int | None], Any]]
+
+    def parse(self, arguments: Sequence[str]) -> Settings:
+        """The settings that a command line asks for.
+
+        Args:
+            arguments: Without the program's name; ``["--config", "FILE.yaml"]`` for a file alone.
+
+        Raises:
+            SetupError: An option is unknown, or its value is impossible.
+        """
+        return parse_settings(self.settings, arguments, description=f"Train {self.name} with lightning_zero3.")
+
+    def config(self, settings: Settings) -> Any:
+        """The model's config under these settings.
+
+        Args:
+            settings: As :meth:`parse` returns them.
+
+        Raises:
+            SetupError: The model has fewer layers than are asked for.
+        """
+        make = self.configs[settings.size]
+        whole = make(None).num_hidden_layers
+        if settings.layers is not None and settings.layers > whole:
+            raise SetupError(f"--layers {settings.layers}: {self.name} ({settings.size}) has {whole}.")
+        return make(settings.layers)
+
+    def main(self, arguments: Sequence[str] | None = None) -> None:
+        """Run from the command line.
+
+        Args:
+            arguments: Those of this process if None.
+        """
+        from shared.run import train
+
+        try:
+            settings = self.parse(sys.argv[1:] if arguments is None else arguments)
+            train(self, settings)
+        except SetupError as error:
+            # What a person has to change, without the way that the program took to find out.
+            sys.exit(f"{Path(sys.argv[0]).name}: {error}")

@@ -1,0 +1,122 @@
+"""Every option of every recipe, declared once: a recipe's sizes are values of this class, and so is a command line."""
+
+# Annotations stay objects here: a parser can then read them wherever this module was loaded from.
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from lightning_zero3.config import SetupError, Zero3Options
+
+Attention = Literal["sdpa", "eager", "cudnn"]
+Precision = Literal["32-true", "bf16-mixed", "bf16-true"]
+Size = Literal["tiny", "full"]
+
+BENCHMARK_STEPS = 10
+BENCHMARK_WARMUP_STEPS = 4
+_AT_LEAST_ONE = (
+    "layers",
+    "max_tokens",
+    "sequence_length",
+    "micro_batch_size",
+    "accumulate_grad_batches",
+    "max_steps",
+    "loss_tiles",
+    "sub_group_size",
+    "devices",
+    "num_nodes",
+)
+_NOT_NEGATIVE = ("learning_rate", "weight_decay", "warmup_steps", "seed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Zero3Options):
+    """What a run does. Defaults of the command line are those of the recipe's ``--size``.
+
+    Args:
+        size: tiny: the architecture scaled down, runs anywhere. full: the true model, on as many GPUs as it takes.
+        layers: Only the first so many layers of it; null for all.
+        data: stdlib (the Python standard library's source), a text, .jsonl or .parquet file, a folder or glob of such
+            files, or hf:NAME for a Hugging Face data set.
+        tokenizer: Folder or hub name of a Hugging Face tokenizer; without one, tokens are bytes.
+        text_field: Field or column that holds the text.
+        max_tokens: How much of the data is read; null for all of it.
+        sequence_length: Tokens of one sample.
+        micro_batch_size: Samples of one micro-step on one rank (on one tensor-parallel group, where there are some).
+        accumulate_grad_batches: Micro-steps of one optimizer step.
+        max_steps: Optimizer steps.
+        benchmark: 10 steps and no more: 4 to warm up and 6 measured ones, statistics over steps 2 to 10, each step
+            listed.
+        optimizer: deepspeed: AdamW named in the DeepSpeed config, whose sub-groups are those that the optimizer step
+            was reported with (137 for GLM-4.5-Air). torch: torch.optim.AdamW made by the module, as usual in Lightning;
+            one sub-group for each kind of partition, unless sub_group_size cuts them.
+        learning_rate: AdamW's, after warm-up.
+        weight_decay: AdamW's.
+        warmup_steps: Steps over which the learning rate rises linearly.
+        sub_group_size: Elements of one rank's share after which a sub-group ends; null for DeepSpeed's own 10^9. The
+            step's temporary memory is at least one sub-group's.
+        precision: 32-true, bf16-mixed (bf16 weights, buffers in fp32) or bf16-true.
+        bf16_masters: Whether master weights, gradients and moments are bf16 too; takes a bf16 precision.
+        attention: sdpa (torch's, which chooses a kernel), cudnn (torch's with cuDNN's kernel and no other; takes a GPU)
+            or eager (in Python).
+        recompute_activations: Keep only each layer's input in forward, and compute the rest again in backward.
+        loss_tiles: Pieces in which logits and loss are computed, so that the logits of all tokens never exist at once;
+            1 is Transformers' own loss.
+        devices: Processes on this node; null for the launcher's number, else every GPU, else 2.
+        num_nodes: Nodes.
+        output: Folder for runs.
+        seed: For weights and the order of the data.
+        expert_parallel_size: Ranks that share one set of experts; null for the largest number that divides both ranks
+            and experts.
+
+    Raises:
+        SetupError: A number is out of range, or two options contradict each other.
+    """
+
+    size: Size = "tiny"
+    layers: int | None = None
+    data: str = "stdlib"
+    tokenizer: str | None = None
+    text_field: str = "text"
+    max_tokens: int | None = None
+    sequence_length: int = 8192
+    micro_batch_size: int = 1
+    accumulate_grad_batches: int = 1
+    max_steps: int = 100
+    benchmark: bool = False
+    optimizer: Literal["deepspeed", "torch"] = "deepspeed"
+    learning_rate: float = 1e-5
+    weight_decay: float = 0.1
+    warmup_steps: int = 10
+    sub_group_size: int | None = None
+    precision: Precision = "bf16-mixed"
+    bf16_masters: bool = False
+    attention: Attention = "sdpa"
+    recompute_activations: bool = True
+    loss_tiles: int = 1
+    devices: int | None = None
+    num_nodes: int = 1
+    output: Path = Path("runs")
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check ranges, and options against each other."""
+        super().__post_init__()
+        for name in _AT_LEAST_ONE:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise SetupError(f"--{name} {value}: 1 or more.")
+        for name in _NOT_NEGATIVE:
+            if getattr(self, name) < 0:
+                raise SetupError(f"--{name} {getattr(self, name)}: 0 or more.")
+        if self.sequence_length < 2:
+            raise SetupError(f"--sequence_length {self.sequence_length}: predicting a next token takes at least 2.")
+        if self.bf16_masters and not self.precision.startswith("bf16"):
+            raise SetupError(
+                f"--bf16_masters true with --precision {self.precision}: masters in bf16 need weights in bf16. Add "
+                "--precision bf16-mixed, or leave bf16_masters out."
+            )
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of this run."""
+        return BENCHMARK_STEPS if self.benchmark else self.max_steps
