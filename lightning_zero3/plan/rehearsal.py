@@ -23,12 +23,11 @@ import torch
 
 from lightning_zero3.plan.meter import GATHERED, HELD, REDUCTION, UPDATE, StorageMeter
 from lightning_zero3.plan.stand_ins import stand_ins
+from lightning_zero3.plan.tiles import tiled_loss
 from lightning_zero3.substitution import substituted
 
 # DeepSpeed looks in the first micro-step, records in the second what is fetched when, and prefetches from the third.
 MICRO_STEPS = 3
-# Pieces of the sequence that a tiled loss works on.
-TILES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +51,7 @@ class Rehearsal:
 
     Args:
         recompute_activations: Whether layers were computed again in backward.
-        tiled_logits: Whether the loss was computed in tiles.
+        loss_tiles: In how many pieces the loss was computed.
         held: Bytes between steps.
         forward_backward: Of a micro-step, prefetching.
         first_forward_backward: Of a run's first micro-step, without prefetching.
@@ -61,7 +60,7 @@ class Rehearsal:
     """
 
     recompute_activations: bool
-    tiled_logits: bool
+    loss_tiles: int
     held: int
     forward_backward: Peak
     first_forward_backward: Peak
@@ -87,7 +86,7 @@ class Scene:
         sequence_length: Tokens of a sample.
         micro_batch_size: Samples.
         recompute_activations: Whether layers are computed again in backward.
-        tiled_logits: Whether the loss is computed in tiles.
+        loss_tiles: Pieces in which logits and loss are computed; 1 is Transformers' own loss.
         gpu: Kernels of GPUs, or of CPUs.
         block_sparse_kernel: Whether MiniMax-M3's sparse attention is a kernel's, or Transformers' own.
         optimizer: How torch's Adam works: ``fused`` (also DeepSpeed's FusedAdam), ``foreach`` (torch's default on GPUs)
@@ -97,7 +96,7 @@ class Scene:
     sequence_length: int
     micro_batch_size: int = 1
     recompute_activations: bool = False
-    tiled_logits: bool = False
+    loss_tiles: int = 1
     gpu: bool = True
     block_sparse_kernel: bool = False
     optimizer: str = "fused"
@@ -129,7 +128,7 @@ def rehearse(engine: Any, model: Any, scene: Scene) -> Rehearsal:
         (_, (stock_step, _), (step, held)) = steps
     return Rehearsal(
         recompute_activations=scene.recompute_activations,
-        tiled_logits=scene.tiled_logits,
+        loss_tiles=scene.loss_tiles,
         held=held,
         forward_backward=micro_steps[-1],
         first_forward_backward=micro_steps[0],
@@ -153,7 +152,7 @@ def _micro_step(engine: Any, model: Any, scene: Scene) -> Peak:
     meter = StorageMeter(gradient_shapes=shapes, logits=logits, answer=True)
     with meter, _told_apart(engine, meter), torch.device("meta"):
         # As a LightningModule's training step, which DeepSpeed calls through its root.
-        with _forward_of(engine.module, lambda: _loss(model, ids, scene.tiled_logits)):
+        with _forward_of(engine.module, lambda: _loss(model, ids, scene.loss_tiles)):
             loss = engine()
         engine.backward(loss)
         del loss
@@ -169,18 +168,16 @@ def _forward_of(root: Any, forward: Any) -> Iterator[None]:
         del root.forward
 
 
-def _loss(model: Any, ids: torch.Tensor, tiled: bool) -> Any:
-    return _tiled_loss(model, ids) if tiled else model(input_ids=ids, labels=ids, use_cache=False).loss
+def _loss(model: Any, ids: torch.Tensor, tiles: int) -> Any:
+    return tiled_loss(model, ids, tiles) if tiles > 1 else model(input_ids=ids, labels=ids, use_cache=False).loss
 
 
 def _step(engine: Any) -> tuple[Peak, int]:
     with StorageMeter() as meter, meter.within(UPDATE):
         engine.step()
     # What is made once and kept, as moments in the first step, isn't the step's own.
-    kept = meter.now - meter.held
-    at_peak = {kind: size for kind, size in meter.at_peak.items() if kind != HELD}
-    peak = Peak(bytes=max(0, meter.peak - meter.now), by_kind=at_peak, most=at_peak)
-    return (replace(peak, by_kind={}, most={}) if kept > 0 else peak), meter.now
+    update = {UPDATE: max(0, meter.peak - max(meter.held, meter.now))}
+    return Peak(bytes=update[UPDATE], by_kind=update, most=update), meter.now
 
 
 def _peak(meter: StorageMeter) -> Peak:
@@ -224,20 +221,3 @@ def _through_upstream(stage3: Any) -> Iterator[None]:
         yield
     finally:
         stage3.switches = before
-
-
-def _tiled_loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """The loss in tiles, by DeepSpeed's own ``TiledFusedLogitsLoss``: logits and their gradient exist for one tile."""
-    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
-
-    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
-
-    def of_tile(head: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        logits = head(x).float()
-        return torch.nn.functional.cross_entropy(logits.view(-1, logits.shape[-1]), y.view(-1))
-
-    tiles = min(TILES, ids.numel())
-    loss: torch.Tensor = TiledFusedLogitsLoss.apply(
-        of_tile, model.lm_head, hidden, ids, None, tiles, [model.lm_head.weight], "mean"
-    )
-    return loss
