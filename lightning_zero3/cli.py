@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import itertools
+import re
 import sys
-from collections.abc import Callable, Sequence
+from argparse import ArgumentError
+from collections.abc import Callable, Mapping, Sequence
+from typing import get_args, get_type_hints
 
 from lightning_zero3.config import SetupError
 
 # Command → module:function. A function's signature and docstring are its options and help; it returns the exit status.
 COMMANDS = {
     "doctor": "lightning_zero3.doctor.command:doctor",
+    "plan": "lightning_zero3.plan.command:plan",
 }
 
 
@@ -37,26 +42,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"lightning-zero3: {error}: pip install {error.name}", file=sys.stderr)
         return 2
     try:
-        return int(auto_cli(commands, args=[_with_underscores(argument) for argument in given]))
-    except SetupError as error:
-        print(f"lightning-zero3: {error}", file=sys.stderr)
+        return int(auto_cli(commands, args=_as_parsed(given, commands), exit_on_error=False))
+    except (SetupError, ArgumentError) as error:
+        print(f"lightning-zero3: {_said(error)}", file=sys.stderr)
         return 2
 
 
-def _with_underscores(argument: str) -> str:
-    """An option's name as the parser knows it, a flag with its value; values stay as they are.
+def _as_parsed(given: Sequence[str], commands: Mapping[str, Callable[..., int]]) -> list[str]:
+    """Arguments as the parser knows them: underscores in options' names, and a value for each flag.
 
-    >>> _with_underscores("--json")
-    '--json=true'
-    >>> _with_underscores("--expert-parallel-size=8"), _with_underscores("a-b")
-    ('--expert_parallel_size=8', 'a-b')
+    >>> def a_command(json: bool = False, an_option: int = 1) -> int: ...
+    >>> _as_parsed(["a-command", "--json", "--an-option=8"], {"a-command": a_command})
+    ['a-command', '--json=true', '--an_option=8']
     """
-    if not argument.startswith("--"):
-        return argument
-    if argument == "--json":  # the parser wants a value for each bool
-        return "--json=true"
-    name, equals, value = argument[2:].partition("=")
-    return f"--{name.replace('-', '_')}{equals}{value}"
+    command = commands.get(given[0]) if given else None
+    hints = get_type_hints(command) if command is not None else {}
+    parsed = []
+    for argument, following in itertools.zip_longest(given, given[1:], fillvalue="--"):
+        name, equals, value = argument.partition("=")
+        if not argument.startswith("--") or argument == "--":
+            parsed.append(argument)
+            continue
+        name = name[2:].replace("-", "_")
+        if not equals and bool in (hints.get(name), *get_args(hints.get(name))) and following.startswith("--"):
+            equals, value = "=", "true"
+        parsed.append(f"--{name}{equals}{value}")
+    return parsed
+
+
+def _said(error: BaseException) -> str:
+    """What is wrong, on one line; the parser's errors in this package's words.
+
+    >>> _said(ArgumentError(None, 'Parser key "nodes":\\n  Expected a <class \'int\'>. Got value: x'))
+    "--nodes 'x': int is expected."
+    """
+    text = " ".join(str(error).split())
+    option = re.match(r'Parser key "(\w+)"', text)
+    seen = re.search(r"(?:Got|Given) value: (.*)", text)
+    if not isinstance(error, ArgumentError) or option is None or seen is None:
+        return text
+    kinds = re.findall(r"Expected a (?:<class '(\w+)'>|typing\.Literal\[(.*?)\])", text)
+    wanted = [kind or f"one of {choices}" for kind, choices in dict.fromkeys(kinds) if kind != "NoneType"]
+    return f"--{option[1]} {seen[1]!r}: {' or '.join(wanted) or 'another kind of value'} is expected."
 
 
 if __name__ == "__main__":

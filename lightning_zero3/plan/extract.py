@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_zero3.capabilities import GRAD_CLEAR
 from lightning_zero3.optimizer.grad_norm import NormPlan
 from lightning_zero3.plan.structure import (
     Bucket,
@@ -76,6 +77,7 @@ def structure_of(module: nn.Module, optimizer: Any, *, model_parameters: int) ->
         buffers_bytes=sum(buffer.numel() * buffer.element_size() for buffer in module.buffers()),
         norms=norms,
         persistent_gathers=gathers,
+        gradient_clear_visits_stock=len(where) * (1 if _clears_once() else len(optimizer.fp16_groups)),
         collectives_ours=_collectives_ours(norms, gathers),
         collectives_stock=_collectives_stock(optimizer, gathers),
     )
@@ -100,6 +102,12 @@ def _kind(name: str, parameter: Any) -> str:
     if "experts" in parts or not getattr(parameter, "allreduce", True):
         return "expert"
     return "router" if {"gate", "router"} & set(parts[-3:-1]) else "dense"
+
+
+def _clears_once() -> bool:
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    return GRAD_CLEAR.mended(DeepSpeedZeroOptimizer_Stage3)
 
 
 def _states_dtype(optimizer: Any) -> torch.dtype:

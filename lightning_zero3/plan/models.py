@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import json
-import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lightning_zero3.config import SetupError
 from lightning_zero3.plan.settings import Setup
+from lightning_zero3.recipe_files import load_recipe
 
 # Far beyond any model; a module is built for every layer.
 _MOST = {"hidden_size": 10**6, "num_hidden_layers": 10**4, "num_attention_heads": 10**5, "vocab_size": 10**8}
@@ -47,34 +46,23 @@ def load_model(setup: Setup) -> PlannedModel:
     return _of_folder(Path(setup.model), setup.layers)
 
 
-def cut_layers(config: Any, layers: int | None) -> Any:
-    """A config of the first layers of the same model.
+def recipe_settings(name: str) -> Any:
+    """How a recipe trains its full size.
 
     Args:
-        config: Of a text model; it isn't changed.
-        layers: How many; None keeps all.
+        name: The recipe's.
 
     Raises:
-        SetupError: The model has fewer.
+        SetupError: There is no such recipe; the message lists those that there are.
     """
-    whole = config.num_hidden_layers
-    if layers is None or layers == whole:
-        return config
-    if layers > whole:
-        raise SetupError(f"--layers {layers}: the model has {whole}.")
-    cut = copy.deepcopy(config)
-    # What is said of each layer, such as `layer_types`.
-    for name, value in vars(config).items():
-        if isinstance(value, list | tuple) and len(value) == whole:
-            setattr(cut, name, value[:layers])
-    cut.num_hidden_layers = layers
-    return cut
+    return load_recipe(name).SETTINGS["full"]
 
 
 def _of_recipe(name: str, layers: int | None) -> PlannedModel:
-    config = load_recipe(name).full_config()
-    model_class = _class_for(config, f"--recipe {name}")
-    return PlannedModel(f"{name}, {_said(layers, config)}", model_class, cut_layers(config, layers))
+    recipe = load_recipe(name).RECIPE
+    settings = replace(recipe_settings(name), layers=layers)
+    whole = recipe.configs["full"](None).num_hidden_layers
+    return PlannedModel(f"{recipe.name}, {_said(layers, whole)}", recipe.model_class, recipe.config(settings))
 
 
 def _of_folder(folder: Path, layers: int | None) -> PlannedModel:
@@ -90,7 +78,23 @@ def _of_folder(folder: Path, layers: int | None) -> PlannedModel:
         raise SetupError(f"--model {folder}: {where} isn't JSON: {error}.") from error
     config = _config_of(fields, where)
     model_class = _class_for(config, str(where))
-    return PlannedModel(f"{folder.resolve().name}, {_said(layers, config)}", model_class, cut_layers(config, layers))
+    title = f"{folder.resolve().name}, {_said(layers, config.num_hidden_layers)}"
+    return PlannedModel(title, model_class, _cut(config, layers))
+
+
+def _cut(config: Any, layers: int | None) -> Any:
+    """A config of the first layers of the same model."""
+    whole = config.num_hidden_layers
+    if layers is None or layers == whole:
+        return config
+    if layers > whole:
+        raise SetupError(f"--layers {layers}: the model has {whole}.")
+    # What is said of each layer, such as `layer_types`, and their number.
+    of_layers = {n: v[:layers] for n, v in vars(config).items() if isinstance(v, list | tuple) and len(v) == whole}
+    cut = copy.deepcopy(config)
+    for name, value in (*of_layers.items(), ("num_hidden_layers", layers)):
+        setattr(cut, name, value)
+    return cut
 
 
 def _config_of(fields: Any, where: Path) -> Any:
@@ -133,8 +137,7 @@ def _class_for(config: Any, where: str) -> type[Any]:
     return found
 
 
-def _said(layers: int | None, config: Any) -> str:
-    whole = config.num_hidden_layers
+def _said(layers: int | None, whole: int) -> str:
     return f"{whole} layers" if layers in (None, whole) else f"the first {layers} of {whole} layers"
 
 
@@ -142,26 +145,3 @@ def one_line(error: BaseException) -> str:
     """An exception's text on one line, with its class where that is all there is."""
     text = " ".join(str(error).split())
     return text or type(error).__name__
-
-
-def recipe_names(folder: Path) -> list[str]:
-    """Recipes in a folder."""
-    return sorted(path.stem for path in folder.glob("*.py") if not path.stem.startswith("_"))
-
-
-def load_recipe(name: str) -> Any:
-    """A recipe's module.
-
-    Args:
-        name: Its file's, without the ending.
-
-    Raises:
-        SetupError: There is none of this name; the message lists those that there are.
-    """
-    folder = Path(__file__).parents[2] / "recipes"
-    known = recipe_names(folder)
-    if name not in known:
-        raise SetupError(f"--recipe {name}: there are {', '.join(known) or 'none'}. --model DIR plans any model.")
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-    return importlib.import_module(name)

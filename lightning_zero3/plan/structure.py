@@ -140,6 +140,7 @@ class Structure:
         buffers_bytes: Of the model's buffers on this rank.
         norms: Process groups of the gradient norms.
         persistent_gathers: What is gathered after each step.
+        gradient_clear_visits_stock: Parameters that one step of the installed DeepSpeed visits to clear gradients.
         collectives_ours: Of one step with zero3_fast.
         collectives_stock: Of one step with stock Stage 3.
     """
@@ -158,6 +159,7 @@ class Structure:
     buffers_bytes: int
     norms: tuple[NormReduction, ...]
     persistent_gathers: tuple[PersistentGather, ...]
+    gradient_clear_visits_stock: int
     collectives_ours: Collectives
     collectives_stock: Collectives
 
@@ -165,6 +167,16 @@ class Structure:
     def trained(self) -> tuple[PlannedParameter, ...]:
         """Parameters that have a sub-group."""
         return tuple(p for p in self.parameters if p.sub_group is not None)
+
+    @property
+    def gradient_clear_visits_per_sub_group(self) -> int:
+        """Visits of one step where each sub-group's preparation clears all parameters (DeepSpeed up to 0.19.7)."""
+        return len(self.sub_groups) * len(self.trained)
+
+    @property
+    def gradient_clear_visits_ours(self) -> int:
+        """Visits of one step with zero3_fast: each parameter once."""
+        return len(self.trained)
 
     def to_json(self) -> dict[str, Any]:
         """All of it as what JSON knows."""
