@@ -43,6 +43,8 @@ class Memory:
         second_copy: What stock keeps beside ``parts``; the alias saves it.
         forward_backward: Of a micro-step, beyond what is held.
         step: Of an optimizer step, beyond what is held.
+        host_step: Of an optimizer step on the host, beyond what is held there, with torch's AdamW; DeepSpeed's CPUAdam
+            needs none.
         stock_step: Of one of stock's.
         activations: The most that activations take at once, with and without recomputation, as far as rehearsed.
         logits: The most that logits and loss take at once, by the number of tiles, as far as rehearsed.
@@ -53,6 +55,7 @@ class Memory:
     second_copy: int
     forward_backward: Peak
     step: Peak
+    host_step: int
     stock_step: Peak
     activations: Mapping[str, int]
     logits: Mapping[str, int]
@@ -124,14 +127,16 @@ def memory_of(setup: Setup, structure: Structure, rehearsal: Rehearsal, others: 
     if not (setup.offload_optimizer or setup.offload_parameters):
         # Counters, flags and whatever else is small.
         parts["other"] = rehearsal.held - sum(parts.values())
+    nothing = Peak(bytes=0, by_kind={}, most={})
     every = [rehearsal, *others]
     return Memory(
         parts=parts,
         host=host,
         second_copy=_second_copy(setup, structure),
         forward_backward=rehearsal.forward_backward,
-        step=_step(setup, structure, rehearsal.step),
-        stock_step=_step(setup, structure, rehearsal.stock_step),
+        step=nothing if setup.offload_optimizer else rehearsal.step,
+        host_step=_host_step(structure) if setup.offload_optimizer else 0,
+        stock_step=nothing if setup.offload_optimizer else rehearsal.stock_step,
         activations={
             "recomputed" if r.recompute_activations else "kept": r.forward_backward.most.get(ACTIVATIONS, 0)
             for r in every
@@ -180,6 +185,6 @@ def _second_copy(setup: Setup, structure: Structure) -> int:
     return structure.second_copy_bytes if aliased else 0
 
 
-def _step(setup: Setup, structure: Structure, rehearsed: Peak) -> Peak:
-    """With offload, the step's own memory is the host's."""
-    return Peak(bytes=0, by_kind={}, most={}) if setup.offload_optimizer else rehearsed
+def _host_step(structure: Structure) -> int:
+    """Torch's AdamW has the denominator and its root at once, for one sub-group after the other."""
+    return 2 * ELEMENT_BYTES[structure.dtypes.masters] * max(structure.sub_groups)

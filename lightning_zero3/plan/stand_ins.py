@@ -55,6 +55,7 @@ def stand_ins(*, gpu: bool, block_sparse_kernel: bool = False) -> Iterator[None]
         put(auto_ep_layer, "compute_split_plan", _split_plan)
         put(auto_ep_layer, "compute_split_plan_from_expert_indices", _split_plan_of_part)
         put(ep_kernels, "generate_permute_indices", _permute_indices)
+        put(torch, "_grouped_mm", _grouped_product(torch._grouped_mm))
         _folded_tensor_parallelism(put)
         if gpu:
             _gpu_kernels(put)
@@ -117,6 +118,31 @@ class _Saving(torch.autograd.Function):
             for tensor, wanted in zip(inputs, ctx.differentiable, strict=True)
         ]
         return (None, None, None, *made)
+
+
+def _grouped_product(real: Any) -> Any:
+    """Torch's own has a meta form for bf16 only; CPUs compute it in fp32 too."""
+
+    def product(rows: torch.Tensor, matrices: torch.Tensor, *, offs: torch.Tensor, **named: Any) -> Any:
+        if rows.dtype is torch.bfloat16:
+            return real(rows, matrices, offs=offs, **named)
+        return _GroupedProduct.apply(rows, matrices)  # type: ignore[no-untyped-call]
+
+    return product
+
+
+class _GroupedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, matrices)
+        return rows.new_empty((rows.shape[0], matrices.shape[-1]))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # noqa: ARG004
+        rows, matrices = ctx.saved_tensors
+        return torch.empty_like(rows), torch.empty_strided(
+            matrices.shape, matrices.stride(), dtype=matrices.dtype, device=matrices.device
+        )
 
 
 def _attention(
@@ -188,9 +214,7 @@ def _even_plan(rows: int, ranks: int, local: int, _: int) -> Any:
     return SplitPlan(list(splits), list(splits), counts)
 
 
-def _permute_indices(
-    counts: Any, experts: int, ranks: int, longest: int, alignment: int, **__: Any
-) -> tuple[Any, ...]:
+def _permute_indices(counts: Any, experts: int, ranks: int, longest: int, alignment: int, **__: Any) -> tuple[Any, ...]:
     sizes = (longest, experts, experts)
     return tuple(torch.empty(size, dtype=torch.int32, device="meta") for size in sizes)
 
