@@ -101,7 +101,8 @@ class NormPlan:
             self.reductions.append((groups, start, start + len(members)))
             start += len(members)
         self._counted = [
-            None if len(counted[index]) == len(optimizer.fp16_groups[index]) else counted[index] for index in self.order
+            None if len(counted[index]) == len(optimizer.fp16_groups[index]) else counted[index]
+            for index in self.order
         ]
         numels = [int(optimizer.fp16_groups[i][k].partition_numel()) for i in self.order for k in counted[i]]
         self._alike = _alike(numels, rows=self.device.type == "cpu")

@@ -162,7 +162,8 @@ def _collectives_stock(optimizer: Any, gathers: tuple[PersistentGather, ...]) ->
             optimizer._autoep_expert_parallel_group(parameters),
         ]
         reductions += 1 + sum(
-            other is not None and not (leaves_out and torch.distributed.get_world_size(other) == 1) for other in further
+            other is not None and not (leaves_out and torch.distributed.get_world_size(other) == 1)
+            for other in further
         )
     return Collectives(
         all_reduce=reductions, all_gather=sum(gather.parameters for gather in gathers if gather.group_size > 1)

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         size = storage.nbytes()
         kind = self._within or self._kind_of(tensor)
-        self._known[key] = _Storage(weakref.ref(storage, lambda _, key=key: self._gone(key)), size, kind)
+        self._known[key] = _Storage(weakref.ref(storage, partial(self._gone, key)), size, kind)
         self.live[kind] = self.live.get(kind, 0) + size
         self.now = sum(self.live.values())
         if self._within == HELD:
@@ -111,7 +112,7 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         in_backward = torch._C._current_graph_task_id() != -1
         return GRADIENTS if in_backward and tuple(tensor.shape) in self._shapes else ACTIVATIONS
 
-    def _gone(self, key: int) -> None:
+    def _gone(self, key: int, _: Any) -> None:
         storage = self._known.pop(key, None)
         if storage is not None:
             self.live[storage.kind] -= storage.bytes

@@ -111,9 +111,7 @@ def _config_of(fields: Any, where: Path) -> Any:
     except Exception as error:  # Transformers' configs check themselves, by exceptions of many classes.
         raise SetupError(f"{where} is refused by Transformers: {one_line(error)}") from error
     # A composite config's text model is what is planned.
-    inside = [
-        part for part in fields.values() if isinstance(part, dict) and part.get("model_type") == config.model_type
-    ]
+    inside = [part for part in fields.values() if isinstance(part, dict) and part.get("model_type") == config.model_type]
     _require_fields(config, {**fields, **(inside[0] if inside else {})}, where)
     return config
 

@@ -12,6 +12,7 @@ all 0; ``torch_chunk_gated_delta_rule`` of the models with linear attention and 
 ``build_block_mask`` of ``MiniMaxM3VLIndexer`` (Transformers 5.24). A missing name raises.
 """
 
+# ruff: noqa: ARG001 (signatures are upstream's)
 from __future__ import annotations
 
 import importlib
@@ -114,7 +115,7 @@ class _Saving(torch.autograd.Function):
         saved = iter(ctx.saved_tensors)
         inputs = [next(saved) if there else None for there in ctx.present]
         made = [
-            torch.empty_like(tensor) if wanted else None
+            torch.empty_like(tensor) if tensor is not None and wanted else None
             for tensor, wanted in zip(inputs, ctx.differentiable, strict=True)
         ]
         return (None, None, None, *made)
@@ -286,4 +287,4 @@ class _Addresses:
     def of_tensor(self, tensor: torch.Tensor) -> int:
         if not tensor.is_meta:
             return int(self._tensor(tensor))
-        return self.of_storage(tensor.untyped_storage()) + tensor.storage_offset() * tensor.element_size()
+        return self.of_storage(tensor.untyped_storage()) + int(tensor.storage_offset()) * tensor.element_size()

@@ -44,10 +44,8 @@ def train(recipe: Recipe, settings: Settings) -> Path:
         SetupError: Data, tokenizer, sizes or this machine don't fit the settings; before any process group exists.
     """
     _quiet_known_noise()
-    title = (
-        f"{recipe.name} ({settings.size})"
-        if settings.layers is None
-        else (f"{recipe.name} ({settings.size}, {settings.layers} layers)")
+    title = f"{recipe.name} ({settings.size})" if settings.layers is None else (
+        f"{recipe.name} ({settings.size}, {settings.layers} layers)"
     )
     on_gpu = torch.cuda.is_available()
     devices = settings.devices or preflight.local_processes()

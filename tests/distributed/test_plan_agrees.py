@@ -30,7 +30,7 @@ TOKENS, SAMPLES, VOCABULARY = 48, 2, 1024
 # Small, so that parts whose size is a setting don't hide the others; large enough for several parameters in a bucket.
 BUCKET, SUB_GROUP, PERSISTENT = 200_000, 400_000, 1_000
 STEADY, PEAK = 0.02, 0.10
-# Of a phase's own memory, without what is held anyway. All cases but MiniMax on one rank (0.14 and 0.17) are within 0.1.
+# Of a phase's own memory, without what is held anyway. All but MiniMax on one rank (0.14, 0.17) are within 0.1.
 ALONE = 0.20
 # A few million parameters, and every kind of layer.
 SIZES: dict[str, dict[str, Any]] = {
