@@ -12,10 +12,13 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from lightning_zero3.config import SetupError
+from lightning_zero3.plan.rehearsal import Rehearsal, Scene, rehearse
 from lightning_zero3.plan.settings import Setup
 from lightning_zero3.plan.structure import Structure
 
@@ -29,6 +32,24 @@ def find_structure(setup: Setup) -> Structure:
         setup: The run.
 
     Raises:
+        SetupError: As :func:`rehearse_run`.
+    """
+    return rehearse_run(setup, ())[0]
+
+
+def rehearse_run(setup: Setup, scenes: Sequence[Scene]) -> tuple[Structure, tuple[Rehearsal, ...]]:
+    """What one rank of a run will hold, and what its first steps will be like, found out in a process of its own.
+
+    Half a minute more for each scene of a model of 60 layers.
+
+    Args:
+        setup: The run.
+        scenes: What is rehearsed, one after the other on the same engine.
+
+    Returns:
+        The structure, and a rehearsal for each scene.
+
+    Raises:
         SetupError: The run can't be set up; the message is that which training would give, or the last line of what
             DeepSpeed said.
     """
@@ -38,7 +59,7 @@ def find_structure(setup: Setup) -> Structure:
         path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
         done = subprocess.run(
             [sys.executable, "-m", "lightning_zero3.plan.child", str(answer)],
-            input=json.dumps(setup.to_json()),
+            input=json.dumps({"setup": setup.to_json(), "scenes": [asdict(scene) for scene in scenes]}),
             env=_environment() | {"PYTHONPATH": path},
             capture_output=True,
             text=True,
@@ -50,7 +71,7 @@ def find_structure(setup: Setup) -> Structure:
         found = json.loads(answer.read_text())
     if "error" in found:
         raise SetupError(found["error"])
-    return Structure.from_json(found)
+    return Structure.from_json(found["structure"]), tuple(map(Rehearsal.from_json, found["rehearsals"]))
 
 
 def _environment() -> dict[str, str]:
@@ -60,11 +81,12 @@ def _environment() -> dict[str, str]:
     return kept | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
 
 
-def answer(setup: Setup) -> dict[str, Any]:
-    """A structure or an error, as JSON; in a process that does nothing else.
+def answer(setup: Setup, scenes: Sequence[Scene] = ()) -> dict[str, Any]:
+    """A structure and rehearsals, or an error, as JSON; in a process that does nothing else.
 
     Args:
         setup: The run.
+        scenes: What is rehearsed.
     """
     from lightning_zero3.plan.build import build
     from lightning_zero3.plan.extract import structure_of
@@ -75,7 +97,9 @@ def answer(setup: Setup) -> dict[str, Any]:
         planned = load_model(setup)
         with fake_world(setup.rank, setup.world_size, setup.devices):
             built = build(setup, planned)
-            return structure_of(built.module, built.optimizer, model_parameters=built.model_parameters).to_json()
+            structure = structure_of(built.module, built.optimizer, model_parameters=built.model_parameters)
+            rehearsals = [rehearse(built.engine, built.module.model, scene) for scene in scenes]
+            return {"structure": structure.to_json(), "rehearsals": [each.to_json() for each in rehearsals]}
     except SetupError as error:
         return {"error": one_line(error)}
     except Exception as error:  # Of DeepSpeed, Transformers or torch: whoever reads it can't use a traceback.
@@ -84,8 +108,9 @@ def answer(setup: Setup) -> dict[str, Any]:
 
 def main() -> None:
     """Read a setup, write the answer."""
-    setup = Setup.from_json(json.load(sys.stdin))
-    Path(sys.argv[1]).write_text(json.dumps(answer(setup)))
+    asked = json.load(sys.stdin)
+    scenes = [Scene(**scene) for scene in asked["scenes"]]
+    Path(sys.argv[1]).write_text(json.dumps(answer(Setup.from_json(asked["setup"]), scenes)))
 
 
 if __name__ == "__main__":
