@@ -24,6 +24,7 @@ class Gpu:
         node_bytes_per_second: What it can send to the other GPUs of its node, in one direction.
         network_bytes_per_second: What it can send to other nodes, in one direction; of the usual node, in which each
             GPU has a network card to itself.
+        host_bytes_per_second: What it can send to its host, or get from it, in one direction.
         gpus_per_node: How many share the faster links.
         sources: What was read where.
     """
@@ -34,6 +35,7 @@ class Gpu:
     bf16_flops: float
     node_bytes_per_second: float
     network_bytes_per_second: float
+    host_bytes_per_second: float
     gpus_per_node: int
     sources: Mapping[str, str]
 
@@ -51,6 +53,7 @@ GPUS: Mapping[str, Gpu] = {
             bf16_flops=989.4e12,
             node_bytes_per_second=450e9,
             network_bytes_per_second=50e9,
+            host_bytes_per_second=64e9,
             gpus_per_node=8,
             sources={
                 "memory_gib": "80 GB: https://www.nvidia.com/en-us/data-center/h100/ (SXM); as PyTorch reports it",
@@ -60,6 +63,7 @@ GPUS: Mapping[str, Gpu] = {
                 "node_bytes_per_second": _HOPPER_LINKS,
                 "network_bytes_per_second": _CARD_OF_ITS_OWN
                 + "https://docs.nvidia.com/dgx/dgxh100-user-guide/introduction-to-dgxh100.html",
+                "host_bytes_per_second": "PCIe Gen5, 128 GB/s, both directions: https://www.nvidia.com/en-us/data-center/h100/",
             },
         ),
         Gpu(
@@ -69,6 +73,7 @@ GPUS: Mapping[str, Gpu] = {
             bf16_flops=989.4e12,
             node_bytes_per_second=450e9,
             network_bytes_per_second=50e9,
+            host_bytes_per_second=64e9,
             gpus_per_node=8,
             sources={
                 "memory_gib": "141 GB: https://www.nvidia.com/en-us/data-center/h200/; as PyTorch reports it",
@@ -78,6 +83,7 @@ GPUS: Mapping[str, Gpu] = {
                 "node_bytes_per_second": _HOPPER_LINKS,
                 "network_bytes_per_second": _CARD_OF_ITS_OWN
                 + "https://docs.nvidia.com/dgx/dgxh100-user-guide/introduction-to-dgxh100.html",
+                "host_bytes_per_second": "PCIe Gen5, 128 GB/s, both directions: https://www.nvidia.com/en-us/data-center/h200/",
             },
         ),
         Gpu(
@@ -87,6 +93,7 @@ GPUS: Mapping[str, Gpu] = {
             bf16_flops=2250e12,
             node_bytes_per_second=900e9,
             network_bytes_per_second=50e9,
+            host_bytes_per_second=128e9,
             gpus_per_node=8,
             sources={
                 "memory_gib": "1,440 GB for 8: https://www.nvidia.com/en-us/data-center/dgx-b200/; as PyTorch "
@@ -98,6 +105,8 @@ GPUS: Mapping[str, Gpu] = {
                 "https://www.nvidia.com/en-us/data-center/nvlink/",
                 "network_bytes_per_second": _CARD_OF_ITS_OWN
                 + "https://docs.nvidia.com/dgx/dgxb200-user-guide/introduction-to-dgxb200.html",
+                "host_bytes_per_second": "PCIe Gen6 at most, 256 GB/s, both directions: "
+                "https://glennklockwood.com/garden/processors/B200",
             },
         ),
         Gpu(
@@ -107,6 +116,7 @@ GPUS: Mapping[str, Gpu] = {
             bf16_flops=1307.4e12,
             node_bytes_per_second=448e9,
             network_bytes_per_second=50e9,
+            host_bytes_per_second=64e9,
             gpus_per_node=8,
             sources={
                 "memory_gib": "192 GB of HBM, which are GiB: "
@@ -118,6 +128,8 @@ GPUS: Mapping[str, Gpu] = {
                 "https://www.amd.com/en/products/accelerators/instinct/mi300/platform.html",
                 "network_bytes_per_second": "a 400 Gb/s card for each GPU: "
                 "https://rocm.docs.amd.com/en/latest/how-to/gpu-cluster-networking.html",
+                "host_bytes_per_second": "PCIe 5.0 × 16, 128 GB/s, both directions: "
+                "https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html",
             },
         ),
     )

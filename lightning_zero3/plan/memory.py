@@ -11,19 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lightning_zero3.plan.hardware import GPUS, Gpu
 from lightning_zero3.plan.meter import ACTIVATIONS, LOGITS
 from lightning_zero3.plan.rehearsal import Peak, Rehearsal
 from lightning_zero3.plan.settings import Setup
 from lightning_zero3.plan.structure import ELEMENT_BYTES, Structure
 
 GIB = 2**30
-# Memory of one GPU as its driver gives it to torch, in bytes; the names on the boxes (80, 141, 180, 192 GB) are rounded.
-CAPACITIES: Mapping[str, int] = {
-    "H100": int(79.1 * GIB),
-    "H200": int(139.8 * GIB),
-    "B200": int(178.3 * GIB),
-    "MI300X": int(191.5 * GIB),
-}
 # Estimates, not measured by this project: a CUDA context with loaded kernels takes 0.5 to 1 GiB, NCCL some hundred MiB
 # for each of a few communicators, and a caching allocator whose blocks don't fit exactly a few per cent of its peak.
 CONTEXT_BYTES = 1 * GIB
@@ -85,13 +79,18 @@ class Memory:
         """For what isn't a tensor; an estimate."""
         return CONTEXT_BYTES + COMMUNICATION_BYTES + int(FRAGMENTATION * self.peak)
 
-    def fits(self, gpu: str) -> bool:
+    @property
+    def total(self) -> int:
+        """The peak with the allowance."""
+        return self.peak + self.allowance
+
+    def fits(self, gpu: Gpu) -> bool:
         """Whether all of it, with the allowance, is less than a GPU has.
 
         Args:
-            gpu: A name in :data:`CAPACITIES`.
+            gpu: The GPU.
         """
-        return self.peak + self.allowance <= CAPACITIES[gpu]
+        return self.total <= gpu.memory_gib * GIB
 
     def to_json(self) -> dict[str, Any]:
         """By part, in GiB."""
@@ -108,9 +107,9 @@ class Memory:
             "stock_between_steps": gib(self.stock_between_steps),
             "stock_peak": gib(self.stock_peak),
             "allowance_estimated": gib(self.allowance),
-            "total": gib(self.peak + self.allowance),
-            "fits": {gpu: self.fits(gpu) for gpu in CAPACITIES},
-            "capacity": gib(CAPACITIES),
+            "total": gib(self.total),
+            "fits": {name: self.fits(gpu) for name, gpu in GPUS.items()},
+            "capacity": {name: gpu.memory_gib for name, gpu in GPUS.items()},
         }
 
 
@@ -124,7 +123,7 @@ def memory_of(setup: Setup, structure: Structure, rehearsal: Rehearsal, others: 
         others: Of the same run with other recomputation or tiles, for comparison.
     """
     parts, host = _held(setup, structure)
-    if not (setup.offload_optimizer or setup.offload_parameters):
+    if rehearsal.held is not None and not (setup.offload_optimizer or setup.offload_parameters):
         # Counters, flags and whatever else is small.
         parts["other"] = rehearsal.held - sum(parts.values())
     nothing = Peak(bytes=0, by_kind={}, most={})
@@ -178,6 +177,16 @@ def _held(setup: Setup, structure: Structure) -> tuple[dict[str, int], dict[str,
     if setup.offload_parameters:
         host["weights"] = device.pop("weights")
     return device, host
+
+
+def held_bytes(setup: Setup, structure: Structure) -> int:
+    """What a rank holds on its GPU between steps, without what is too small to count.
+
+    Args:
+        setup: The run.
+        structure: Of its rank.
+    """
+    return sum(_held(setup, structure)[0].values())
 
 
 def _second_copy(setup: Setup, structure: Structure) -> int:

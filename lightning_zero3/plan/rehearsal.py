@@ -52,7 +52,7 @@ class Rehearsal:
     Args:
         recompute_activations: Whether layers were computed again in backward.
         loss_tiles: In how many pieces the loss was computed.
-        held: Bytes between steps.
+        held: Bytes between steps; None where only a part of the model was rehearsed.
         forward_backward: Of a micro-step, prefetching.
         first_forward_backward: Of a run's first micro-step, without prefetching.
         step: Of an optimizer step of zero3_fast.
@@ -61,7 +61,7 @@ class Rehearsal:
 
     recompute_activations: bool
     loss_tiles: int
-    held: int
+    held: int | None
     forward_backward: Peak
     first_forward_backward: Peak
     step: Peak

@@ -32,6 +32,7 @@ SLOW = Gpu(
     bf16_flops=1e3,
     node_bytes_per_second=100,
     network_bytes_per_second=10,
+    host_bytes_per_second=5,
     gpus_per_node=4,
     sources={},
 )
