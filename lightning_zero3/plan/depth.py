@@ -38,23 +38,20 @@ def scene_of(setup: Setup) -> Scene:
     )
 
 
-def jobs_of(setup: Setup, layers: int, scenes: tuple[Scene, ...]) -> tuple[Job, Job]:
-    """The rehearsals of a setup's first layers, of fewer and of more.
+def jobs_of(setup: Setup, layers: int, scenes: tuple[Scene, ...]) -> tuple[Job, ...]:
+    """The rehearsals of a setup's first layers, and of fewer where two depths are needed.
 
     Args:
         setup: The run.
         layers: Of the whole model.
-        scenes: What is rehearsed in both.
+        scenes: What is rehearsed.
     """
-    few, more = (min(layers, depth) for depth in (FEW, MORE))
-    return (
-        Job(setup=replace(setup, layers=few), scenes=scenes if any(not s.recompute_activations for s in scenes) else ()),
-        Job(setup=replace(setup, layers=more), scenes=scenes),
-    )
+    kept = any(not scene.recompute_activations for scene in scenes)
+    depths = (MORE, FEW) if kept and layers > FEW else (MORE,)
+    return tuple(Job(setup=replace(setup, layers=min(layers, depth)), scenes=scenes) for depth in depths)
 
 
 def whole(
-    setup: Setup,
     shape: Shape,
     structure: Structure,
     part: Structure,
@@ -65,7 +62,6 @@ def whole(
     """The rehearsal of all layers.
 
     Args:
-        setup: The run.
         shape: The whole model's sizes.
         structure: The whole model's.
         part: That of the first layers.
@@ -77,7 +73,7 @@ def whole(
     missing = max(0, layers - MORE)
     tokens = scene.sequence_length * scene.micro_batch_size
     kept = tokens * shape.hidden * ELEMENT_BYTES[structure.dtypes.weights]
-    if few is not None and layers > FEW:
+    if few is not None:
         grown = more.forward_backward.bytes - few.forward_backward.bytes
         kept = max(kept, -(-grown // (min(layers, MORE) - FEW)))
     steps = max(structure.sub_groups) / max(part.sub_groups)

@@ -43,7 +43,7 @@ def derive(base: Structure, built: Setup, wanted: Setup) -> Structure:
         SetupError: The two differ in more, sizes don't divide, or the rules here don't give ``base`` itself.
     """
     _check(built, wanted)
-    merged = _routers_go_with_dense(base, built)
+    merged = _is_merged(base, built)
     derived = _at(base, built, wanted, merged)
     return _in_precision(derived, wanted)
 
@@ -67,8 +67,11 @@ def _check(built: Setup, wanted: Setup) -> None:
         raise SetupError("A structure with expert parallelism can't be derived from one without.")
 
 
-def _routers_go_with_dense(base: Structure, built: Setup) -> bool:
-    """Whether routers and dense layers share a process group and so sub-groups: not under zero.Init with AutoEP."""
+def _is_merged(base: Structure, built: Setup) -> bool:
+    """Whether all but experts share a process group and so sub-groups.
+
+    Under zero.Init they don't: what is made later (AutoEP's routers, AutoTP's layers) is partitioned over another group.
+    """
     for merged in (False, True):
         if _at(base, built, built, merged) == base:
             return merged
@@ -80,11 +83,9 @@ def _routers_go_with_dense(base: Structure, built: Setup) -> bool:
 def _at(base: Structure, built: Setup, wanted: Setup, merged: bool) -> Structure:
     """With other sizes, in the base's dtypes."""
     parameters = [_resized(p, built, wanted) for p in base.parameters]
-    families = {p.name: "dense" if p.kind == "router" and merged else p.kind for p in parameters}
-    if wanted.expert_parallel_size is None:
-        families = dict.fromkeys(families, "dense")
+    families = {p.name: _family(p, built, merged) for p in base.parameters}
     trained = [p for p, before in zip(parameters, base.parameters, strict=True) if before.sub_group is not None]
-    groups = _optimizer_groups(trained, families, wanted)
+    groups = _groups(trained, families, wanted)
     sub_groups = [part for group in groups for part in _sub_groups(group, wanted.sub_group_size)]
     where = {p.name: index for index, members in enumerate(sub_groups) for p in members}
     parameters = [replace(p, sub_group=where.get(p.name)) for p in parameters]
@@ -106,7 +107,8 @@ def _at(base: Structure, built: Setup, wanted: Setup, merged: bool) -> Structure
         parameters=tuple(parameters),
         sub_groups=sizes,
         elements_per_rank=sum(sizes),
-        optimizer_groups=len(groups),
+        # DeepSpeed's own optimizer has experts' groups; process groups are told apart by Stage 3 only.
+        optimizer_groups=1 if wanted.optimizer == "torch" else 1 + sum(families[g[0].name] == "expert" for g in groups),
         second_copy_bytes=masters * sum(sizes) if base.dtypes.weights == base.dtypes.masters else 0,
         masters_bytes=masters * sum(sizes),
         norms=norms,
@@ -122,8 +124,16 @@ def _at(base: Structure, built: Setup, wanted: Setup, merged: bool) -> Structure
     )
 
 
+def _family(parameter: PlannedParameter, built: Setup, merged: bool) -> str:
+    """Tensors of one family are partitioned over one process group."""
+    if parameter.kind == "expert" and built.expert_parallel_size is not None:
+        return "expert"
+    late = parameter.kind == "router" or parameter.group_size != built.world_size
+    return "late" if late and not merged else "early"
+
+
 def _resized(parameter: PlannedParameter, built: Setup, wanted: Setup) -> PlannedParameter:
-    """One tensor's share: experts over the ranks that hold the same ones, all else over data-parallel ranks."""
+    """One tensor's share: experts over the ranks that hold the same ones, all else over the same part of the world."""
     shape, elements = parameter.shape, parameter.elements
     experts = parameter.kind == "expert" and wanted.expert_parallel_size is not None
     if experts:
@@ -133,7 +143,7 @@ def _resized(parameter: PlannedParameter, built: Setup, wanted: Setup) -> Planne
         elements = elements // parameter.shape[0] * shape[0]
         ranks = wanted.world_size // (wanted.expert_parallel_size or 1)
     else:
-        ranks = wanted.world_size // wanted.tensor_parallel_size
+        ranks = wanted.world_size * parameter.group_size // built.world_size
     return replace(
         parameter,
         shape=shape,
@@ -144,10 +154,10 @@ def _resized(parameter: PlannedParameter, built: Setup, wanted: Setup) -> Planne
     )
 
 
-def _optimizer_groups(
+def _groups(
     trained: Sequence[PlannedParameter], families: dict[str, str], wanted: Setup
 ) -> list[list[PlannedParameter]]:
-    """Groups of the optimizer: one for each process group, experts' cut at AutoEP's cap where DeepSpeed groups them."""
+    """Tensors that sub-groups are cut from: one list for each process group, experts' cut where DeepSpeed groups them."""
     found: dict[str, list[PlannedParameter]] = {}
     for parameter in trained:
         found.setdefault(families[parameter.name], []).append(parameter)
@@ -189,7 +199,8 @@ def _norm_groups(kind: str, one: PlannedParameter, wanted: Setup) -> list[tuple[
     groups = [(kind, one.group_size)]
     if kind == "expert" and wanted.expert_parallel_size is not None:
         return [*groups, ("expert parallel", wanted.expert_parallel_size)]
-    if wanted.tensor_parallel_size > 1:
+    # A tensor that every rank of the world has a part of is counted by the first group already.
+    if wanted.tensor_parallel_size > 1 and one.group_size < wanted.world_size:
         groups.append(("tensor parallel", wanted.tensor_parallel_size))
     return groups
 

@@ -34,10 +34,8 @@ def memory_by_part(setup: Setup, shape: Shape) -> tuple[Structure, Memory]:
         replace(scene, loss_tiles=1 if scene.loss_tiles > 1 else _tiles(setup)),
     )
     layers = len(shape.layer_types)
-    full, few, more = found_or_raise(
-        find_all([Job(setup=setup, scenes=(scene,)), *jobs_of(setup, layers, others)])
-    )
-    compared = rehearsed_whole(setup, shape, full.structure, few, more, others)
+    full, *part = found_or_raise(find_all([Job(setup=setup, scenes=(scene,)), *jobs_of(setup, layers, others)]))
+    compared = rehearsed_whole(shape, full.structure, part, others)
     return full.structure, memory_of(setup, full.structure, full.rehearsals[0], compared)
 
 
@@ -46,27 +44,25 @@ def _tiles(setup: Setup) -> int:
 
 
 def rehearsed_whole(
-    setup: Setup, shape: Shape, structure: Structure, few: Found, more: Found, scenes: Sequence[Scene]
+    shape: Shape, structure: Structure, part: Sequence[Found], scenes: Sequence[Scene]
 ) -> list[Rehearsal]:
     """All layers' rehearsals, of those of the first ones.
 
     Args:
-        setup: The run.
         shape: The model's sizes.
         structure: Of all layers.
-        few: What was found for :func:`~lightning_zero3.plan.depth.jobs_of`'s first job.
-        more: And for its second.
+        part: What was found for :func:`~lightning_zero3.plan.depth.jobs_of`.
         scenes: What was rehearsed.
     """
+    more, *few = part
     return [
         whole(
-            setup,
             shape,
             structure,
             more.structure,
             scene,
             more.rehearsals[number],
-            few.rehearsals[number] if few.rehearsals and not scene.recompute_activations else None,
+            few[0].rehearsals[number] if few and not scene.recompute_activations else None,
         )
         for number, scene in enumerate(scenes)
     ]

@@ -103,8 +103,8 @@ def _bisected(fits: Callable[[int], bool], below: int, above: int) -> int:
 
 def _totals(setup: Setup, shape: Shape, structure: Structure, lengths: tuple[int, ...]) -> dict[int, int]:
     scenes = tuple(replace(scene_of(setup), sequence_length=length) for length in lengths)
-    few, more = found_or_raise(find_all(jobs_of(setup, len(shape.layer_types), scenes)))
-    rehearsals = rehearsed_whole(setup, shape, structure, few, more, scenes)
+    part = found_or_raise(find_all(jobs_of(setup, len(shape.layer_types), scenes)))
+    rehearsals = rehearsed_whole(shape, structure, part, scenes)
     return {
         length: memory_of(setup, structure, rehearsal).total
         for length, rehearsal in zip(lengths, rehearsals, strict=True)

@@ -11,7 +11,7 @@ from lightning_zero3.config import SetupError
 from lightning_zero3.plan.child import Found, Job, find_all
 from lightning_zero3.plan.depth import MORE, jobs_of, scene_of
 from lightning_zero3.plan.derive import derive
-from lightning_zero3.plan.estimate import rehearsed_whole
+from lightning_zero3.plan.estimate import found_or_raise, rehearsed_whole
 from lightning_zero3.plan.hardware import Gpu
 from lightning_zero3.plan.memory import GIB, Memory, held_bytes, memory_of
 from lightning_zero3.plan.models import load_model
@@ -170,14 +170,17 @@ def _memories(fitting: Mapping[Setup, Structure], shape: Shape) -> Iterator[tupl
     kinds: dict[Setup, list[Setup]] = {}
     for each in fitting:
         kinds.setdefault(replace(each, offload_optimizer=False, offload_parameters=False), []).append(each)
-    jobs = [job for each in kinds for job in jobs_of(each, layers, (scene_of(each),))]
-    answers = find_all(jobs)
-    for (kind, members), few, more in zip(kinds.items(), answers[::2], answers[1::2], strict=True):
+    jobs = {kind: jobs_of(kind, layers, (scene_of(kind),)) for kind in kinds}
+    answers = iter(find_all([job for several in jobs.values() for job in several]))
+    for kind, members in kinds.items():
+        part = [next(answers) for _ in jobs[kind]]
         for each in members:
-            if isinstance(few, SetupError) or isinstance(more, SetupError):
-                yield each, few if isinstance(few, SetupError) else more  # type: ignore[misc]
+            try:
+                found = found_or_raise(part)
+            except SetupError as error:
+                yield each, error
                 continue
-            (rehearsal,) = rehearsed_whole(kind, shape, fitting[each], few, more, (scene_of(kind),))
+            (rehearsal,) = rehearsed_whole(shape, fitting[each], found, (scene_of(kind),))
             yield each, memory_of(each, fitting[each], rehearsal)
 
 

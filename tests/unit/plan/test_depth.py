@@ -39,10 +39,10 @@ def test_true_layers(setup):
 def compare(setup: Setup, below: float, above: float) -> None:
     shape = shape_of(load_model(setup).config)
     scene = scene_of(setup)
-    full, few, more = found_or_raise(
+    full, *part = found_or_raise(
         find_all([Job(setup=setup, scenes=(scene,)), *jobs_of(setup, len(shape.layer_types), (scene,))])
     )
-    (derived,) = rehearsed_whole(setup, shape, full.structure, few, more, (scene,))
+    (derived,) = rehearsed_whole(shape, full.structure, part, (scene,))
     real = full.rehearsals[0]
     ratio = derived.forward_backward.bytes / real.forward_backward.bytes
     # Never too little, up to the last thousandth.
