@@ -91,15 +91,11 @@ def _at(base: Structure, built: Setup, wanted: Setup, merged: bool) -> Structure
     parameters = [replace(p, sub_group=where.get(p.name)) for p in parameters]
     sizes = tuple(sum(p.partition_elements for p in members) for members in sub_groups)
     kinds = [families[members[0].name] for members in sub_groups]
-    groups_of = {
-        kind: _norm_groups(kind, members[0], wanted) for kind, members in zip(kinds, sub_groups, strict=True)
-    }
+    groups_of = {kind: _norm_groups(kind, members[0], wanted) for kind, members in zip(kinds, sub_groups, strict=True)}
     norms = _norms(kinds, groups_of)
     gathers = _gathers(parameters, families, base.dtypes.weights)
     leaves_out = Version(base.deepspeed) >= Version("0.19.8")  # groups of one rank
-    reductions = sum(
-        1 + sum(size > 1 or not leaves_out for _, size in groups_of[kind][1:]) for kind in kinds
-    )
+    reductions = sum(1 + sum(size > 1 or not leaves_out for _, size in groups_of[kind][1:]) for kind in kinds)
     clears_once = base.gradient_clear_visits_stock == len(base.trained)
     masters = ELEMENT_BYTES[base.dtypes.masters]
     return replace(
@@ -201,7 +197,9 @@ def _norm_groups(kind: str, one: PlannedParameter, wanted: Setup) -> list[tuple[
         return [*groups, ("expert parallel", wanted.expert_parallel_size)]
     # A tensor that every rank of the world has a part of is counted by the first group already.
     if wanted.tensor_parallel_size > 1 and one.group_size < wanted.world_size:
-        groups.append(("tensor parallel", wanted.tensor_parallel_size))
+        # Of all ranks, it is the group that early tensors are partitioned over.
+        everybody = wanted.tensor_parallel_size == wanted.world_size
+        groups.append(("early" if everybody else "tensor parallel", wanted.tensor_parallel_size))
     return groups
 
 

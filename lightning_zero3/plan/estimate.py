@@ -1,4 +1,4 @@
-"""A run's memory: what is held, from its structure; what its steps take, from rehearsals of it or of its first layers."""
+"""A run's memory: what is held, from its structure; what its steps take, from rehearsals of it or its first layers."""
 
 from __future__ import annotations
 

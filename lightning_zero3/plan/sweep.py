@@ -107,13 +107,13 @@ def _possible(setup: Setup, shape: Shape, fixed: frozenset[str]) -> tuple[list[S
                 each.topology.require_divides(shape.heads, "attention heads")
                 each.topology.require_divides(shape.key_value_heads, "heads of keys and values")
             setups.append(each)
-        except SetupError as error:
+        except SetupError as error:  # noqa: PERF203 (each choice may be refused)
             impossible.append({**_row(setup), **choice, "reason": str(error)})
     return setups, impossible
 
 
 def _choices(setup: Setup, shape: Shape, fixed: frozenset[str]) -> Iterator[dict[str, Any]]:
-    experts = [{"expert_parallel_size": size} for size in divisors(setup.world_size)]
+    experts: list[dict[str, Any]] = [{"expert_parallel_size": size} for size in divisors(setup.world_size)]
     if not shape.experts:
         experts = [{"expert_parallel_size": None}]
     tensors = [{"tensor_parallel_size": size} for size in divisors(setup.devices)]
@@ -132,9 +132,7 @@ def _choices(setup: Setup, shape: Shape, fixed: frozenset[str]) -> Iterator[dict
 
 
 def _layout(setup: Setup) -> _Layout:
-    return _Layout(
-        expert_parallel_size=setup.expert_parallel_size, tensor_parallel_size=setup.tensor_parallel_size
-    )
+    return _Layout(expert_parallel_size=setup.expert_parallel_size, tensor_parallel_size=setup.tensor_parallel_size)
 
 
 def _structures(
@@ -144,19 +142,26 @@ def _structures(
     layouts: dict[_Layout, Setup] = {}
     for each in setups:
         layouts.setdefault(_layout(each), each)
-    # What the product refuses, it refuses of the first layers too.
-    tried = find_all([Job(setup=replace(s, layers=min(planned_layers, MORE))) for s in layouts.values()])
+    # What the product refuses, it refuses of the first layers too. One layout of each tensor parallel size is built
+    # whole at once; where that is refused, another one.
+    bases = {layout.tensor_parallel_size: each for layout, each in reversed(layouts.items())}
+    shallow = [Job(setup=replace(each, layers=min(planned_layers, MORE))) for each in layouts.values()]
+    answers = find_all([*shallow, *(Job(setup=each) for each in bases.values())])
+    tried, whole = answers[: len(layouts)], dict(zip(bases, answers[len(layouts) :], strict=True))
     refused = {lay: str(found) for lay, found in zip(layouts, tried, strict=True) if isinstance(found, SetupError)}
-    bases: dict[int, Setup] = {}
-    for layout, each in layouts.items():
-        if layout not in refused:
-            bases.setdefault(layout.tensor_parallel_size, each)
-    built = dict(zip(bases, find_all([Job(setup=each) for each in bases.values()]), strict=True))
+    again = {
+        layout.tensor_parallel_size: each
+        for layout, each in layouts.items()
+        if layout not in refused and isinstance(whole[layout.tensor_parallel_size], SetupError)
+    }
+    if again:
+        bases |= again
+        whole |= zip(again, find_all([Job(setup=each) for each in again.values()]), strict=True)
     structures: dict[_Layout, tuple[Structure, Setup]] = {}
     for layout in layouts:
         if layout in refused:
             continue
-        base = built[layout.tensor_parallel_size]
+        base = whole[layout.tensor_parallel_size]
         if isinstance(base, Found):
             structures[layout] = (base.structure, bases[layout.tensor_parallel_size])
         else:

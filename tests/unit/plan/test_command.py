@@ -50,7 +50,11 @@ def test_the_reports_glm_on_a_laptop():
     assert found["gradient_clear_visits_stock"] == (735 if once else 100_695)
     assert found["second_copy_gib"] == 0
     assert found["memory_gib"] is None
-    assert {message["kind"] for message in found["bytes_sent_per_step"]} >= {"all-gather", "reduce-scatter", "all-to-all"}
+    assert {message["kind"] for message in found["bytes_sent_per_step"]} >= {
+        "all-gather",
+        "reduce-scatter",
+        "all-to-all",
+    }
     assert set(found["lower_bounds_seconds"]) == {"H100", "H200", "B200", "MI300X"}
     # Whole, the model's weights alone would take 199 GiB.
     assert int(done.stderr.splitlines()[-1]) / 2**20 < 1
