@@ -1,8 +1,9 @@
 """The process in which structures are found out: jobs' JSON on stdin, a file of JSON for each job's answer.
 
-``python -m lightning_zero3.plan.child FOLDER``. DeepSpeed keeps process groups, hooks and counters for the whole process,
-so a plan has one of its own, and the one that asks may train afterwards. DeepSpeed prints on both streams; hence the
-files. Imports are paid for once: each job is a fork of the process that has imported everything and set up nothing.
+``python -m lightning_zero3.plan.child FOLDER``. DeepSpeed keeps process groups, hooks and counters for the whole
+process, so a plan has one of its own, and the one that asks may train afterwards. DeepSpeed prints on both streams;
+hence the files. Imports are paid for once: each job is a fork of the process that has imported everything and set up
+nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -189,11 +191,8 @@ def _import_everything(jobs: Sequence[Job]) -> None:
     from lightning_zero3.plan import build, extract, fake_world  # noqa: F401
     from lightning_zero3.plan.models import load_model
 
-    for job in jobs[:1]:
-        try:
-            load_model(job.setup)
-        except SetupError:
-            return  # the job itself will say it
+    with suppress(SetupError):  # the job itself will say it
+        load_model(jobs[0].setup)
 
 
 def _forked(job: Job, file: Path) -> int:

@@ -64,7 +64,7 @@ def plan(
     block_sparse_kernel: bool = False,
     gpu: str = "H200",
     rehearse: bool = True,
-    max: bool = False,  # noqa: A002 (the option's name)
+    max: bool = False,
     sweep: bool = False,
     chart: str | None = None,
     json: bool = False,

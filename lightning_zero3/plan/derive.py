@@ -2,8 +2,8 @@
 
 What a rank holds of each tensor, how tensors are put into sub-groups and what is reduced over whom follow DeepSpeed's
 rules, repeated here (0.19.7, 0.19.8): ``split_params_into_different_moe_groups_for_optimizer``,
-``_get_trainable_parameter_groups`` and ``_create_fp16_sub_groups``. Before a structure is derived, these rules must give
-the one that it is derived from; else there is an error and no guess. Tests compare derived structures with built ones.
+``_get_trainable_parameter_groups`` and ``_create_fp16_sub_groups``. Before a structure is derived, these rules must
+give the one that it is derived from; else there is an error and no guess. Tests compare derived structures with built ones.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _check(built: Setup, wanted: Setup) -> None:
 def _is_merged(base: Structure, built: Setup) -> bool:
     """Whether all but experts share a process group and so sub-groups.
 
-    Under zero.Init they don't: what is made later (AutoEP's routers, AutoTP's layers) is partitioned over another group.
+    Under zero.Init they don't: what is made later (AutoEP's routers, AutoTP's layers) is partitioned over another one.
     """
     for merged in (False, True):
         if _at(base, built, built, merged) == base:
@@ -153,7 +153,7 @@ def _resized(parameter: PlannedParameter, built: Setup, wanted: Setup) -> Planne
 def _groups(
     trained: Sequence[PlannedParameter], families: dict[str, str], wanted: Setup
 ) -> list[list[PlannedParameter]]:
-    """Tensors that sub-groups are cut from: one list for each process group, experts' cut where DeepSpeed groups them."""
+    """What sub-groups are cut from: one list for each process group, experts' cut where DeepSpeed groups them."""
     found: dict[str, list[PlannedParameter]] = {}
     for parameter in trained:
         found.setdefault(families[parameter.name], []).append(parameter)
