@@ -2,8 +2,8 @@
 
 A rehearsal of eight layers takes seconds, one of sixty half a minute. What a layer needs while it is computed doesn't
 depend on how many there are; what is kept of each until backward does. With recomputation that is its input, so a
-peak grows by one input per layer. Where the peak isn't in the last layers' backward (a gather, the logits), it grows by less:
-then the figure is too high, by one input per layer at most.
+peak grows by one input per layer. Where the peak isn't in the last layers' backward (a gather, the logits), it grows by
+less: then the figure is too high, by one input per layer at most.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 What a rank holds of each tensor, how tensors are put into sub-groups and what is reduced over whom follow DeepSpeed's
 rules, repeated here (0.19.7, 0.19.8): ``split_params_into_different_moe_groups_for_optimizer``,
 ``_get_trainable_parameter_groups`` and ``_create_fp16_sub_groups``. Before a structure is derived, these rules must
-give the one that it is derived from; else there is an error and no guess. Tests compare derived structures with built ones.
+give the one that it is derived from; else there is an error and no guess. Tests compare derived structures with built
+ones.
 """
 
 from __future__ import annotations

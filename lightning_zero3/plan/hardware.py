@@ -63,7 +63,8 @@ GPUS: Mapping[str, Gpu] = {
                 "node_bytes_per_second": _HOPPER_LINKS,
                 "network_bytes_per_second": _CARD_OF_ITS_OWN
                 + "https://docs.nvidia.com/dgx/dgxh100-user-guide/introduction-to-dgxh100.html",
-                "host_bytes_per_second": "PCIe Gen5, 128 GB/s, both directions: https://www.nvidia.com/en-us/data-center/h100/",
+                "host_bytes_per_second": "PCIe Gen5, 128 GB/s, both directions: "
+                "https://www.nvidia.com/en-us/data-center/h100/",
             },
         ),
         Gpu(
@@ -83,7 +84,8 @@ GPUS: Mapping[str, Gpu] = {
                 "node_bytes_per_second": _HOPPER_LINKS,
                 "network_bytes_per_second": _CARD_OF_ITS_OWN
                 + "https://docs.nvidia.com/dgx/dgxh100-user-guide/introduction-to-dgxh100.html",
-                "host_bytes_per_second": "PCIe Gen5, 128 GB/s, both directions: https://www.nvidia.com/en-us/data-center/h200/",
+                "host_bytes_per_second": "PCIe Gen5, 128 GB/s, both directions: "
+                "https://www.nvidia.com/en-us/data-center/h200/",
             },
         ),
         Gpu(

@@ -1,8 +1,8 @@
 """A planned run's first steps, in DeepSpeed's own code, on tensors without memory: what lives when.
 
 The engine of a fake world runs micro-steps and optimizer steps as a training run does: DeepSpeed's hooks fetch,
-prefetch and release parameters, its buckets fill and are reduced, torch's autograd keeps what it keeps. A meter counts storages.
-So transients that a formula would miss are there: what a coalesced gather copies, what a bucket leaves behind, what
+prefetch and release parameters, its buckets fill and are reduced, torch's autograd keeps what it keeps. A meter counts
+storages. So transients that a formula would miss are there: what a coalesced gather copies, what a bucket leaves behind, what
 a view of a gathered weight keeps alive.
 
 Upstream symbols, wrapped for the length of a rehearsal to tell whose memory is whose:
@@ -147,7 +147,7 @@ def _set_recomputation(model: Any, on: bool) -> None:
 def _micro_step(engine: Any, model: Any, scene: Scene) -> Peak:
     ids = torch.zeros(scene.micro_batch_size, scene.sequence_length, dtype=torch.long, device="meta")
     shapes = {tuple(p.ds_shape) for p in model.parameters() if p.requires_grad and p.ds_numel > 1}
-    logits = ids.numel() * model.config.vocab_size
+    logits = -(-ids.numel() // scene.loss_tiles) * model.config.vocab_size  # of one tile
     # True: that a batch's positions are one sequence, which Transformers asks of them.
     meter = StorageMeter(gradient_shapes=shapes, logits=logits, answer=True)
     with meter, _told_apart(engine, meter), torch.device("meta"):

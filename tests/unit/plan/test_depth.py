@@ -9,6 +9,7 @@ import pytest
 from lightning_zero3.plan.child import Job, find_all
 from lightning_zero3.plan.depth import jobs_of, scene_of
 from lightning_zero3.plan.estimate import found_or_raise, rehearsed_whole
+from lightning_zero3.plan.meter import LOGITS
 from lightning_zero3.plan.models import load_model
 from lightning_zero3.plan.settings import Setup
 from lightning_zero3.plan.shape import shape_of
@@ -46,6 +47,8 @@ def compare(setup: Setup, below: float, above: float) -> None:
     (derived,) = rehearsed_whole(shape, full.structure, part, (scene,))
     real = full.rehearsals[0]
     ratio = derived.forward_backward.bytes / real.forward_backward.bytes
+    # A tile's logits are known as such.
+    assert real.forward_backward.most[LOGITS] >= setup.sequence_length // setup.loss_tiles * shape.vocabulary * 2
     # Never too little, up to the last thousandth.
     assert -below - 1e-3 <= ratio - 1 <= above
     # Stock's step isn't only of its largest sub-group: an estimate.

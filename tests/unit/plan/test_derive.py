@@ -88,5 +88,7 @@ def test_what_cannot_be_derived_is_said():
 def test_glm_at_its_true_size_on_other_worlds(nodes):
     first = Setup(recipe="glm45air", nodes=4, expert_parallel_size=8)
     wanted = replace(first, nodes=nodes)
-    base, structure = (each.structure for each in find_all([Job(setup=first), Job(setup=wanted)]))  # type: ignore[union-attr]
-    assert derive(base, first, wanted) == structure
+    base, built_too = find_all([Job(setup=first), Job(setup=wanted)])
+    assert isinstance(base, Found)
+    assert isinstance(built_too, Found)
+    assert derive(base.structure, first, wanted) == built_too.structure
