@@ -23,11 +23,11 @@ class Bounds:
     """Seconds of one optimizer step on one rank.
 
     Args:
-        optimizer: The optimizer step: bytes through the GPU's memory.
+        optimizer: The optimizer step: bytes through the GPU's memory, or its host's.
         compute: Forward and backward: operations.
         node_links: Messages to GPUs of the same node.
         network: Messages to other nodes.
-        host_link: What is offloaded, on its way; the time that the host itself takes isn't known and not in it.
+        host_link: What is offloaded, on its way.
         without_overlap: All one after the other.
         with_overlap: Messages hidden behind forward and backward as far as they go, and behind each other; the
             optimizer step comes after both.
@@ -70,15 +70,19 @@ def optimizer_bytes_per_element(structure: Structure, update: Update = "adam") -
     return 2 * gradient + 2 * master + moments + (0 if structure.aliased else weight)
 
 
-def optimizer_step_seconds(structure: Structure, gpu: Gpu, update: Update = "adam") -> float:
+def optimizer_step_seconds(
+    structure: Structure, gpu: Gpu, update: Update = "adam", *, on_host: bool = False
+) -> float:
     """The least time of the optimizer step.
 
     Args:
         structure: What the rank holds.
         gpu: The GPU.
         update: The optimizer's rule.
+        on_host: Whether the host does it, in its own memory.
     """
-    return structure.elements_per_rank * optimizer_bytes_per_element(structure, update) / gpu.hbm_bytes_per_second
+    rate = gpu.host_memory_bytes_per_second if on_host else gpu.hbm_bytes_per_second
+    return structure.elements_per_rank * optimizer_bytes_per_element(structure, update) / rate
 
 
 def bounds_of(
@@ -114,7 +118,7 @@ def bounds_of(
         inside += near
         outside += far
     return Bounds(
-        optimizer=0.0 if on_host else optimizer_step_seconds(structure, gpu, update),
+        optimizer=optimizer_step_seconds(structure, gpu, update, on_host=on_host),
         compute=flops.training(recompute) * micro_steps / _flops_per_second(structure, gpu),
         node_links=inside / gpu.node_bytes_per_second,
         network=outside / gpu.network_bytes_per_second,
