@@ -2,8 +2,8 @@
 
 The engine of a fake world runs micro-steps and optimizer steps as a training run does: DeepSpeed's hooks fetch,
 prefetch and release parameters, its buckets fill and are reduced, torch's autograd keeps what it keeps. A meter counts
-storages. So transients that a formula would miss are there: what a coalesced gather copies, what a bucket leaves behind, what
-a view of a gathered weight keeps alive.
+storages. So transients that a formula would miss are there: what a coalesced gather copies, what a bucket leaves
+behind, what a view of a gathered weight keeps alive.
 
 Upstream symbols, wrapped for the length of a rehearsal to tell whose memory is whose:
 ``PartitionedParameterCoordinator.fetch_sub_module``; ``reduce_ready_partitions_and_remove_grads`` and
