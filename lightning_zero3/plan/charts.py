@@ -9,13 +9,14 @@ from typing import Any
 from lightning_zero3.config import SetupError
 from lightning_zero3.plan.tables import combination
 
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
 _MOST_BARS = 24
 _TIMES = (
     ("compute_seconds", "compute"),
     ("node_links_seconds", "links in the node"),
     ("network_seconds", "network"),
     ("host_link_seconds", "host's link"),
+    ("optimizer_seconds", "the optimizer step"),
 )
 
 
@@ -60,15 +61,17 @@ def draw_sweep(found: dict[str, Any], path: Path) -> None:
     left.set_yticks(places, labels, fontsize=8)
     left.invert_yaxis()
     left.set(xlabel=f"GiB of the {found['gpu_gib']} of an {found['gpu']}", title="Memory of one rank")
-    for (name, label), colour, shift in zip(_TIMES, _COLOURS, (-0.3, -0.1, 0.1, 0.3), strict=True):
+    thickness = 0.8 / len(_TIMES)
+    for number, ((name, label), colour) in enumerate(zip(_TIMES, _COLOURS, strict=True)):
         times = [1e6 * r[name] / r["tokens_per_step"] for r in rows]
-        right.barh([place + shift for place in places], times, 0.2, color=colour, label=label)
+        where = [place + thickness * (number + 0.5) - 0.4 for place in places]
+        right.barh(where, times, thickness, color=colour, label=label)
     whole = [r["seconds_per_million_tokens"] for r in rows]
-    right.plot(whole, places, "k|", markersize=12, label="the step, all overlapped")
+    right.plot(whole, places, "k|", markersize=12, label="the step: the longest of the others, then the optimizer's")
     right.set(xlabel="s per million tokens", title="Lower bounds of times")
     for panel in (left, right):
         panel.grid(axis="x", alpha=0.3)
-        panel.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3)
+        panel.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=2)
     figure.suptitle(f"{found['title']}: {found['world_size']} GPUs")
     _save(figure, path)
 
