@@ -70,9 +70,7 @@ def optimizer_bytes_per_element(structure: Structure, update: Update = "adam") -
     return 2 * gradient + 2 * master + moments + (0 if structure.aliased else weight)
 
 
-def optimizer_step_seconds(
-    structure: Structure, gpu: Gpu, update: Update = "adam", *, on_host: bool = False
-) -> float:
+def optimizer_step_seconds(structure: Structure, gpu: Gpu, update: Update = "adam", *, on_host: bool = False) -> float:
     """The least time of the optimizer step.
 
     Args:
