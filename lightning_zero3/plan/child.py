@@ -103,6 +103,8 @@ def find_all(jobs: Sequence[Job]) -> list[Found | SetupError]:
     Raises:
         SetupError: The process itself failed.
     """
+    if not jobs:
+        return []
     with tempfile.TemporaryDirectory() as folder:
         # Not -P or PYTHONSAFEPATH: a clone's package is found as the caller's was.
         path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
