@@ -17,7 +17,7 @@ from lightning_zero3.plan.settings import Setup
 from lightning_zero3.plan.structure import ELEMENT_BYTES, Structure
 
 GIB = 2**30
-# Memory of one GPU as its driver gives it to torch, in bytes; the names on the boxes (80, 141, 180, 192 GB) are rounded.
+# Memory of one GPU as the driver gives it to torch, about; the names (80, 141, 180, 192 GB) are rounded.
 CAPACITIES: Mapping[str, int] = {
     "H100": int(79.1 * GIB),
     "H200": int(139.8 * GIB),
