@@ -1,7 +1,8 @@
 """A planned run's first steps, in DeepSpeed's own code, on tensors without memory: what lives when.
 
 The engine of a fake world runs micro-steps and optimizer steps as a training run does: DeepSpeed's hooks fetch,
-prefetch and release parameters, its buckets fill and are reduced, torch's autograd keeps what it keeps. A meter counts storages.
+prefetch and release parameters, its buckets fill and are reduced, torch's autograd keeps what it keeps. A meter counts
+storages.
 So transients that a formula would miss are there: what a coalesced gather copies, what a bucket leaves behind, what
 a view of a gathered weight keeps alive.
 
