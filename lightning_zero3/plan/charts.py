@@ -67,7 +67,7 @@ def draw_sweep(found: dict[str, Any], path: Path) -> None:
         where = [place + thickness * (number + 0.5) - 0.4 for place in places]
         right.barh(where, times, thickness, color=colour, label=label)
     whole = [r["seconds_per_million_tokens"] for r in rows]
-    right.plot(whole, places, "k|", markersize=12, label="the step: the longest of the others, then the optimizer's")
+    right.plot(whole, places, "k|", markersize=12, label="the step, as far as it overlaps")
     right.set(xlabel="s per million tokens", title="Lower bounds of times")
     for panel in (left, right):
         panel.grid(axis="x", alpha=0.3)
