@@ -23,10 +23,11 @@ class Bounds:
     """Seconds of one optimizer step on one rank.
 
     Args:
-        optimizer: The optimizer step: bytes through the GPU's memory.
+        optimizer: The optimizer step: bytes through the GPU's memory, or its host's.
         compute: Forward and backward: operations.
         node_links: Messages to GPUs of the same node.
         network: Messages to other nodes.
+        host_link: What is offloaded, on its way.
         without_overlap: All one after the other.
         with_overlap: Messages hidden behind forward and backward as far as they go, and behind each other; the
             optimizer step comes after both.
@@ -36,16 +37,17 @@ class Bounds:
     compute: float
     node_links: float
     network: float
+    host_link: float = 0.0
 
     @property
     def without_overlap(self) -> float:
         """Everything one after the other."""
-        return self.optimizer + self.compute + self.node_links + self.network
+        return self.optimizer + self.compute + self.node_links + self.network + self.host_link
 
     @property
     def with_overlap(self) -> float:
-        """The longest of computing, the node's links and the network, and then the optimizer step."""
-        return self.optimizer + max(self.compute, self.node_links, self.network)
+        """The longest of computing, the node's links, the network and the host's link, then the optimizer step."""
+        return self.optimizer + max(self.compute, self.node_links, self.network, self.host_link)
 
 
 def optimizer_bytes_per_element(structure: Structure, update: Update = "adam") -> int:
@@ -68,15 +70,17 @@ def optimizer_bytes_per_element(structure: Structure, update: Update = "adam") -
     return 2 * gradient + 2 * master + moments + (0 if structure.aliased else weight)
 
 
-def optimizer_step_seconds(structure: Structure, gpu: Gpu, update: Update = "adam") -> float:
+def optimizer_step_seconds(structure: Structure, gpu: Gpu, update: Update = "adam", *, on_host: bool = False) -> float:
     """The least time of the optimizer step.
 
     Args:
         structure: What the rank holds.
         gpu: The GPU.
         update: The optimizer's rule.
+        on_host: Whether the host does it, in its own memory.
     """
-    return structure.elements_per_rank * optimizer_bytes_per_element(structure, update) / gpu.hbm_bytes_per_second
+    rate = gpu.host_memory_bytes_per_second if on_host else gpu.hbm_bytes_per_second
+    return structure.elements_per_rank * optimizer_bytes_per_element(structure, update) / rate
 
 
 def bounds_of(
@@ -89,6 +93,8 @@ def bounds_of(
     micro_steps: int = 1,
     devices: int = 8,
     update: Update = "adam",
+    host_bytes: float = 0.0,
+    on_host: bool = False,
 ) -> Bounds:
     """Lower bounds of one optimizer step.
 
@@ -101,6 +107,8 @@ def bounds_of(
         micro_steps: Micro-steps of one optimizer step.
         devices: Ranks of each node.
         update: The optimizer's rule.
+        host_bytes: Between the GPU and its host, in one direction.
+        on_host: Whether the host does the optimizer step.
     """
     inside, outside = 0.0, 0.0
     for message in traffic:
@@ -108,11 +116,17 @@ def bounds_of(
         inside += near
         outside += far
     return Bounds(
-        optimizer=optimizer_step_seconds(structure, gpu, update),
-        compute=flops.training(recompute) * micro_steps / gpu.bf16_flops,
+        optimizer=optimizer_step_seconds(structure, gpu, update, on_host=on_host),
+        compute=flops.training(recompute) * micro_steps / _flops_per_second(structure, gpu),
         node_links=inside / gpu.node_bytes_per_second,
         network=outside / gpu.network_bytes_per_second,
+        host_link=host_bytes / gpu.host_bytes_per_second,
     )
+
+
+def _flops_per_second(structure: Structure, gpu: Gpu) -> float:
+    """Of fp32 at most as TF32, which is half of bf16 on each of these GPUs."""
+    return gpu.bf16_flops / (2 if structure.dtypes.weights == "fp32" else 1)
 
 
 def _split(message: Traffic, devices: int) -> tuple[float, float]:

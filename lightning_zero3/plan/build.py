@@ -92,6 +92,8 @@ def deepspeed_config(setup: Setup) -> dict[str, Any]:
     """
     base: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": setup.micro_batch_size,
+        # A Trainer's without gradient_clip_val; DeepSpeed's own would copy gradients to scale them.
+        "gradient_clipping": 0.0,
         "zero_optimization": {
             "stage": 3,
             "sub_group_size": setup.sub_group_size,

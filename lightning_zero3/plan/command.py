@@ -4,9 +4,22 @@ from __future__ import annotations
 
 import json as json_format
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
+from lightning_zero3.config import SetupError
+from lightning_zero3.plan.child import find_structure
+from lightning_zero3.plan.estimate import memory_by_part
+from lightning_zero3.plan.hardware import Gpu
+from lightning_zero3.plan.hardware import gpu as gpu_named
+from lightning_zero3.plan.longest import longest_that_fits
+from lightning_zero3.plan.models import load_model, recipe_settings
+from lightning_zero3.plan.predict import predict
+from lightning_zero3.plan.report import assemble
 from lightning_zero3.plan.settings import Optimizer, Precision, Setup
+from lightning_zero3.plan.shape import shape_of
+from lightning_zero3.plan.sweep import swept
+from lightning_zero3.plan.tables import show, show_sweep
 
 # Of a recipe's full size, where the command line doesn't say it.
 _FROM_RECIPES = (
@@ -48,11 +61,17 @@ def plan(
     max_group_size: int | None = None,
     zero_init: bool = True,
     rank: int = 0,
+    block_sparse_kernel: bool = False,
+    gpu: str = "H200",
+    rehearse: bool = True,
+    max: bool = False,
+    sweep: bool = False,
+    chart: str | None = None,
     json: bool = False,
 ) -> int:
     """Tell what a run at its true scale will be like, without its GPUs.
 
-    DeepSpeed's own set-up runs for one rank, with tensors that hold no data: under a minute, half a GiB.
+    DeepSpeed's own set-up and a few steps run for one rank, with tensors that hold no data: about a minute, a GiB.
 
     Args:
         recipe: Name of a recipe (glm45air, qwen35, minimax_m3); what isn't given here is as in its full size.
@@ -81,6 +100,14 @@ def plan(
             cap. The plan is then of such a run, beside what it is as DeepSpeed is; no option changes it in training.
         zero_init: The model is built in configure_model, partitioned while it is built.
         rank: Whose view is planned.
+        block_sparse_kernel: MiniMax-M3's sparse attention is a kernel's; Transformers' own makes a mask of all pairs of
+            tokens.
+        gpu: Which one the memory is held against: H100, H200, B200 or MI300X.
+        rehearse: Rehearse the first steps, for the memory that they take. Without, only the structure is told, sooner.
+        max: Look for the largest sequence length that fits, and plan that.
+        sweep: In place of one plan: the combinations of expert and tensor parallelism, precision and offload that fit,
+            the fastest first, and why the others don't. What of these is given here is the same in all of them.
+        chart: With --sweep, a PNG file to draw it in.
         json: Print one JSON object instead of tables.
 
     Returns:
@@ -89,36 +116,76 @@ def plan(
     Raises:
         SetupError: What is asked for can't be; the message says why.
     """
-    given = {name: value for name, value in locals().items() if name != "json" and value is not None}
+    given = {name: value for name, value in locals().items() if name in _of_a_setup() and value is not None}
     setup = Setup(**{**_defaults(recipe), **given})
-    found = _found(setup)
+    device = gpu_named(gpu)
+    if chart is not None and not sweep:
+        raise SetupError("--chart has no effect without --sweep.")
+    if sweep and max:
+        raise SetupError("--sweep and --max: one of them; --max is of one combination.")
+    if sweep:
+        found = swept(setup, device, fixed=frozenset(name for name in given if given[name] is not False))
+        if chart is not None:
+            from lightning_zero3.plan.charts import draw_sweep  # matplotlib is no dependency of training
+
+            draw_sweep(found, Path(chart))
+    else:
+        found = _found(setup, device, rehearse=rehearse, longest=max)
     if json:
         print(json_format.dumps(found))
+    elif sweep:
+        show_sweep(found)
     else:
-        from lightning_zero3.plan.tables import show
-
         show(found)
     return 0
+
+
+def setup_of_recipe(recipe: str, **given: Any) -> Setup:
+    """A recipe's full size as a setup.
+
+    Args:
+        recipe: Its name.
+        given: What is other than the recipe says; fields of a Setup.
+
+    Raises:
+        SetupError: There is no such recipe, or a value can't be.
+    """
+    return Setup(**{"recipe": recipe, **_defaults(recipe), **given})
+
+
+def _of_a_setup() -> frozenset[str]:
+    return frozenset(field.name for field in fields(Setup))
 
 
 def _defaults(recipe: str | None) -> dict[str, Any]:
     """What a recipe's full size says of a setup."""
     if recipe is None:
         return {}
-    from lightning_zero3.plan.models import recipe_settings
-
     settings = recipe_settings(recipe)
-    known = {field.name for field in fields(Setup)}
-    said = {name: getattr(settings, name) for name in _FROM_RECIPES if name in known}
+    said = {name: getattr(settings, name) for name in _FROM_RECIPES if name in _of_a_setup()}
     return {name: value for name, value in said.items() if value is not None}
 
 
-def _found(setup: Setup) -> dict[str, Any]:
-    from lightning_zero3.plan.child import find_structure
-    from lightning_zero3.plan.models import load_model
-    from lightning_zero3.plan.report import assemble
-
+def _found(setup: Setup, gpu: Gpu, *, rehearse: bool, longest: bool) -> dict[str, Any]:
     planned = load_model(setup)  # here already: what is wrong with it needs no second process
-    structure = find_structure(setup)
+    shape = shape_of(planned.config)
+    more: dict[str, Any] = {}
+    if longest:
+        more = longest_that_fits(setup, shape, gpu)
+        if more["longest_sequence_length"] is not None:
+            setup = replace(setup, sequence_length=more["longest_sequence_length"])
+    if rehearse:
+        structure, memory = memory_by_part(setup, shape)
+    else:
+        structure, memory = find_structure(setup), None
     as_it_is = None if setup.max_group_size is None else find_structure(replace(setup, max_group_size=None))
-    return assemble(planned.title, setup, structure, as_it_is)
+    report = assemble(
+        planned.title,
+        setup,
+        structure,
+        as_it_is,
+        memory=memory,
+        prediction=predict(setup, structure, shape),
+        gpu=gpu,
+    )
+    return {**report, **more}

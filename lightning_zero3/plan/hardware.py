@@ -24,6 +24,8 @@ class Gpu:
         node_bytes_per_second: What it can send to the other GPUs of its node, in one direction.
         network_bytes_per_second: What it can send to other nodes, in one direction; of the usual node, in which each
             GPU has a network card to itself.
+        host_bytes_per_second: What it can send to its host, or get from it, in one direction.
+        host_memory_bytes_per_second: Its part of what all memory channels of its host read and write at most.
         gpus_per_node: How many share the faster links.
         sources: What was read where.
     """
@@ -34,11 +36,17 @@ class Gpu:
     bf16_flops: float
     node_bytes_per_second: float
     network_bytes_per_second: float
+    host_bytes_per_second: float
+    host_memory_bytes_per_second: float
     gpus_per_node: int
     sources: Mapping[str, str]
 
 
 _HOPPER_LINKS = "NVLink 900 GB/s, both directions: https://www.nvidia.com/en-us/data-center/nvlink/"
+_HOST_OF_HOPPER = (
+    "2 Xeon 8480C with 8 channels of DDR5-4800 for 8 GPUs: "
+    "https://docs.nvidia.com/dgx/dgxh100-user-guide/introduction-to-dgxh100.html"
+)
 _CARD_OF_ITS_OWN = "8 × 400 Gb/s for 8 GPUs: "
 
 GPUS: Mapping[str, Gpu] = {
@@ -51,6 +59,8 @@ GPUS: Mapping[str, Gpu] = {
             bf16_flops=989.4e12,
             node_bytes_per_second=450e9,
             network_bytes_per_second=50e9,
+            host_bytes_per_second=64e9,
+            host_memory_bytes_per_second=76.8e9,
             gpus_per_node=8,
             sources={
                 "memory_gib": "80 GB: https://www.nvidia.com/en-us/data-center/h100/ (SXM); as PyTorch reports it",
@@ -60,6 +70,9 @@ GPUS: Mapping[str, Gpu] = {
                 "node_bytes_per_second": _HOPPER_LINKS,
                 "network_bytes_per_second": _CARD_OF_ITS_OWN
                 + "https://docs.nvidia.com/dgx/dgxh100-user-guide/introduction-to-dgxh100.html",
+                "host_bytes_per_second": "PCIe Gen5, 128 GB/s, both directions: "
+                "https://www.nvidia.com/en-us/data-center/h100/",
+                "host_memory_bytes_per_second": _HOST_OF_HOPPER,
             },
         ),
         Gpu(
@@ -69,6 +82,8 @@ GPUS: Mapping[str, Gpu] = {
             bf16_flops=989.4e12,
             node_bytes_per_second=450e9,
             network_bytes_per_second=50e9,
+            host_bytes_per_second=64e9,
+            host_memory_bytes_per_second=76.8e9,
             gpus_per_node=8,
             sources={
                 "memory_gib": "141 GB: https://www.nvidia.com/en-us/data-center/h200/; as PyTorch reports it",
@@ -78,6 +93,9 @@ GPUS: Mapping[str, Gpu] = {
                 "node_bytes_per_second": _HOPPER_LINKS,
                 "network_bytes_per_second": _CARD_OF_ITS_OWN
                 + "https://docs.nvidia.com/dgx/dgxh100-user-guide/introduction-to-dgxh100.html",
+                "host_bytes_per_second": "PCIe Gen5, 128 GB/s, both directions: "
+                "https://www.nvidia.com/en-us/data-center/h200/",
+                "host_memory_bytes_per_second": _HOST_OF_HOPPER,
             },
         ),
         Gpu(
@@ -87,6 +105,8 @@ GPUS: Mapping[str, Gpu] = {
             bf16_flops=2250e12,
             node_bytes_per_second=900e9,
             network_bytes_per_second=50e9,
+            host_bytes_per_second=128e9,
+            host_memory_bytes_per_second=89.6e9,
             gpus_per_node=8,
             sources={
                 "memory_gib": "1,440 GB for 8: https://www.nvidia.com/en-us/data-center/dgx-b200/; as PyTorch "
@@ -98,6 +118,10 @@ GPUS: Mapping[str, Gpu] = {
                 "https://www.nvidia.com/en-us/data-center/nvlink/",
                 "network_bytes_per_second": _CARD_OF_ITS_OWN
                 + "https://docs.nvidia.com/dgx/dgxb200-user-guide/introduction-to-dgxb200.html",
+                "host_bytes_per_second": "PCIe Gen6 at most, 256 GB/s, both directions: "
+                "https://glennklockwood.com/garden/processors/B200",
+                "host_memory_bytes_per_second": "2 Xeon 8570 with 8 channels of DDR5-5600 for 8 GPUs: "
+                "https://docs.nvidia.com/dgx/dgxb200-user-guide/introduction-to-dgxb200.html",
             },
         ),
         Gpu(
@@ -107,6 +131,8 @@ GPUS: Mapping[str, Gpu] = {
             bf16_flops=1307.4e12,
             node_bytes_per_second=448e9,
             network_bytes_per_second=50e9,
+            host_bytes_per_second=64e9,
+            host_memory_bytes_per_second=115.2e9,
             gpus_per_node=8,
             sources={
                 "memory_gib": "192 GB of HBM, which are GiB: "
@@ -118,6 +144,10 @@ GPUS: Mapping[str, Gpu] = {
                 "https://www.amd.com/en/products/accelerators/instinct/mi300/platform.html",
                 "network_bytes_per_second": "a 400 Gb/s card for each GPU: "
                 "https://rocm.docs.amd.com/en/latest/how-to/gpu-cluster-networking.html",
+                "host_bytes_per_second": "PCIe 5.0 × 16, 128 GB/s, both directions: "
+                "https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html",
+                "host_memory_bytes_per_second": "2 EPYC 9004 with 12 channels of DDR5-4800 for 8 GPUs: "
+                "https://www.amd.com/en/products/processors/server/epyc/4th-generation-9004-and-8004-series.html",
             },
         ),
     )

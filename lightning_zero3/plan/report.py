@@ -5,14 +5,26 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from lightning_zero3.plan.derive import AUTOEP_CAP
+from lightning_zero3.plan.hardware import Gpu
+from lightning_zero3.plan.memory import Memory
+from lightning_zero3.plan.predict import Prediction
 from lightning_zero3.plan.settings import Setup
 from lightning_zero3.plan.structure import ELEMENT_BYTES, Structure
 
 GIB = 2**30
-AUTOEP_CAP = 178_956_971
 
 
-def assemble(title: str, setup: Setup, structure: Structure, as_it_is: Structure | None = None) -> dict[str, Any]:
+def assemble(
+    title: str,
+    setup: Setup,
+    structure: Structure,
+    as_it_is: Structure | None = None,
+    *,
+    memory: Memory | None = None,
+    prediction: Prediction | None = None,
+    gpu: Gpu | None = None,
+) -> dict[str, Any]:
     """Join all that was found out.
 
     Args:
@@ -20,6 +32,9 @@ def assemble(title: str, setup: Setup, structure: Structure, as_it_is: Structure
         setup: The run.
         structure: Of its rank.
         as_it_is: With AutoEP's own cap, where the setup has another one.
+        memory: Of its rank, where its steps were rehearsed.
+        prediction: Of a step.
+        gpu: Which the memory is held against.
     """
     report: dict[str, Any] = {
         "title": title,
@@ -33,8 +48,13 @@ def assemble(title: str, setup: Setup, structure: Structure, as_it_is: Structure
         "dtypes": structure.to_json()["dtypes"],
         "aliased": _aliased(setup, structure),
         "second_copy_gib": structure.second_copy_bytes / GIB if _aliased(setup, structure) else 0.0,
-        "memory_gib": None,
+        "memory_gib": memory.to_json() if memory else None,
+        **(prediction.to_json() if prediction else {}),
     }
+    if gpu is not None:
+        report["gpu"] = gpu.name
+        report["gpu_gib"] = gpu.memory_gib
+        report["fits"] = memory.fits(gpu) if memory else None
     if as_it_is is not None:
         report["as_deepspeed_is"] = _counts(as_it_is)
         report["max_group_size_means"] = _meaning(structure, as_it_is)

@@ -37,6 +37,8 @@ class Setup:
         micro_batch_size: Samples of one micro-step on one data-parallel rank.
         recompute_activations: Whether layers are computed again in backward.
         loss_tiles: Pieces in which logits and loss are computed; 1 is Transformers' own loss, with all logits at once.
+        block_sparse_kernel: Whether MiniMax-M3's sparse attention is a kernel's, which needs no mask of all pairs of
+            tokens; Transformers' own makes one.
         offload_optimizer: Whether masters and states live on the host.
         offload_parameters: Whether weight partitions live on the host.
         optimizer: ``deepspeed``: AdamW named in the DeepSpeed config, whose groups of experts AutoEP's cap cuts;
@@ -67,6 +69,7 @@ class Setup:
     micro_batch_size: int = 1
     recompute_activations: bool = True
     loss_tiles: int = 1
+    block_sparse_kernel: bool = False
     offload_optimizer: bool = False
     offload_parameters: bool = False
     optimizer: Optimizer = "deepspeed"

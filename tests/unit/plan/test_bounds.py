@@ -32,6 +32,8 @@ SLOW = Gpu(
     bf16_flops=1e3,
     node_bytes_per_second=100,
     network_bytes_per_second=10,
+    host_bytes_per_second=5,
+    host_memory_bytes_per_second=1e5,
     gpus_per_node=4,
     sources={},
 )
@@ -73,6 +75,16 @@ def test_the_step_with_and_without_overlap() -> None:
     assert found.compute == pytest.approx((4 * 350 + 3 * 150) * 2 / 1e3)
     assert found.without_overlap == pytest.approx(34 + 3.7 + 60)
     assert found.with_overlap == pytest.approx(34 + 60)
+
+
+def test_offload() -> None:
+    found = bounds_of(structure(), FLOPS, [], SLOW, host_bytes=100, on_host=True)
+    assert found.optimizer == pytest.approx(340)
+    assert found.host_link == pytest.approx(20)
+    # Hidden behind computing as far as that goes.
+    assert found.with_overlap == pytest.approx(340 + max(20, found.compute))
+    # fp32 is computed at half the rate at most.
+    assert bounds_of(structure(weights="fp32"), FLOPS, [], SLOW).compute == pytest.approx(2 * found.compute)
 
 
 @pytest.mark.parametrize("each", GPUS.values(), ids=lambda each: each.name)

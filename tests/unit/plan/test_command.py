@@ -34,7 +34,7 @@ def folder_with(folder: Path, text: object) -> str:
 def test_the_reports_glm_on_a_laptop():
     command = [sys.executable, "-c", WITH_MEMORY]
     sizes = ["--nodes", "4", "--devices", "8", "--expert-parallel-size", "8"]
-    arguments = ["plan", "--recipe", "glm45air", *sizes, "--json"]
+    arguments = ["plan", "--recipe", "glm45air", *sizes, "--rehearse=false", "--json"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -49,6 +49,13 @@ def test_the_reports_glm_on_a_laptop():
     once = found["deepspeed"] != "0.19.7"
     assert found["gradient_clear_visits_stock"] == (735 if once else 100_695)
     assert found["second_copy_gib"] == 0
+    assert found["memory_gib"] is None
+    assert {message["kind"] for message in found["bytes_sent_per_step"]} >= {
+        "all-gather",
+        "reduce-scatter",
+        "all-to-all",
+    }
+    assert set(found["lower_bounds_seconds"]) == {"H100", "H200", "B200", "MI300X"}
     # Whole, the model's weights alone would take 199 GiB.
     assert int(done.stderr.splitlines()[-1]) / 2**20 < 1
 
@@ -61,7 +68,11 @@ def test_tables_for_people_and_nothing_left_behind(tmp_path, capfd):
     out = capfd.readouterr().out
     assert "the first 2 of 3 layers" in out
     assert "sub-groups" in out
-    assert "masters are the weights themselves" in " ".join(out.split())
+    said = " ".join(out.split())
+    assert "masters are the weights themselves" in said
+    for heading in ("Memory of one rank", "What a rank sends in a step", "Least times of a step"):
+        assert heading in said
+    assert "of an H200: leaves" in said
     assert "[deepspeed]" not in out.lower()
     # This process may train next.
     assert dict(os.environ) == before
@@ -96,6 +107,9 @@ def test_the_text_model_of_text_and_vision(tmp_path, capfd):
         ("--recipe glm45air --max-group-size -5", "--max_group_size -5"),
         ("--recipe glm45air --rank 8", "0 to 7"),
         ("--recipe glm45air --bogus 1", "bogus"),
+        ("--recipe glm45air --gpu H1000", "H100, H200, B200, MI300X"),
+        ("--recipe glm45air --chart here.png", "--sweep"),
+        ("--recipe glm45air --sweep --max", "one of them"),
         ("--recipe", "--recipe"),
         ("--model no/such/folder", "no/such/folder"),
     ],

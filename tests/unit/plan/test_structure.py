@@ -11,7 +11,7 @@ import pytest
 from lightning_zero3 import Zero3FastStrategy
 from lightning_zero3.config import SetupError
 from lightning_zero3.moe.build import build_from_config
-from lightning_zero3.plan.child import find_structure
+from lightning_zero3.plan.child import Found, Job, find_all, find_structure
 from lightning_zero3.plan.extract import structure_of
 from lightning_zero3.plan.report import GIB, assemble
 from lightning_zero3.plan.settings import Setup
@@ -33,13 +33,38 @@ STOCK = dict.fromkeys(
 )
 
 
+SIZES = {"reduce_bucket_size": BUCKET, "persistence_threshold": THRESHOLD, "sub_group_size": 10_000}
+
+
+def setup_of(family: str, folder: str, **options: Any) -> Setup:
+    return Setup(model=folder, precision="32-true", **SIZES, **options)
+
+
 @functools.cache
+def by_default() -> dict[str, Structure]:
+    """What the tests that aren't slow need, all in one process: importing takes longer than planning."""
+    setups = {name: Setup(**options) for name, (options, _) in (REPORTS | MINIMAX).items() if name in DEFAULT}
+    with tempfile.TemporaryDirectory() as folder:
+        for family in ("glm", "qwen3_5"):
+            tiny(family).save_pretrained(f"{folder}/{family}")
+            setups[family] = setup_of(family, f"{folder}/{family}", devices=2, expert_parallel_size=2)
+        found = find_all([Job(setup=setup) for setup in setups.values()])
+    return {name: each.structure for name, each in zip(setups, found, strict=True) if isinstance(each, Found)}
+
+
 def planned(family: str, **options: Any) -> Structure:
     """The plan of a tiny model, from a folder with its config."""
+    if options == {"devices": 2, "expert_parallel_size": 2}:
+        return by_default()[family]
     with tempfile.TemporaryDirectory() as folder:
         tiny(family).save_pretrained(folder)
-        sizes = {"reduce_bucket_size": BUCKET, "persistence_threshold": THRESHOLD, "sub_group_size": 10_000}
-        return find_structure(Setup(model=folder, precision="32-true", **sizes, **options))
+        return find_structure(setup_of(family, folder, **options))
+
+
+def reported(name: str) -> tuple[Setup, Structure, tuple[int, ...]]:
+    options, expected = (REPORTS | MINIMAX)[name]
+    setup = Setup(**options)
+    return setup, by_default()[name] if name in DEFAULT else find_structure(setup), expected
 
 
 def lacks_preset(name: str) -> bool:
@@ -48,7 +73,7 @@ def lacks_preset(name: str) -> bool:
     return name not in available_preset_names()
 
 
-REPORTS = {
+REPORTS: dict[str, Any] = {
     "GLM-4.5-Air, 4 layers": (
         {"recipe": "glm45air", "layers": 4, "nodes": 4, "expert_parallel_size": 8},
         (8_509_550_592, 11, 63, 265_923_456),
@@ -58,7 +83,7 @@ REPORTS = {
         (172_909_400_064, 41, 479, 5_403_418_752),
     ),
 }
-MINIMAX = {
+MINIMAX: dict[str, Any] = {
     "MiniMax-M3, 4 layers": (
         {"recipe": "minimax_m3", "layers": 4, "devices": 2, "expert_parallel_size": 2, "bf16_masters": True},
         (10_874_838_272, 6, 51, 5_437_419_136),
@@ -75,11 +100,12 @@ MINIMAX = {
     ),
 }
 
+DEFAULT = ("Qwen3.5, 26 layers", "MiniMax-M3, 4 layers")
+
 
 @pytest.mark.parametrize("name", [pytest.param("GLM-4.5-Air, 4 layers", marks=pytest.mark.slow), "Qwen3.5, 26 layers"])
 def test_the_reports_counts(name):
-    options, expected = REPORTS[name]
-    found = find_structure(Setup(**options))
+    _, found, expected = reported(name)
     seen = (found.model_parameters, len(found.sub_groups), len(found.trained), found.elements_per_rank)
     assert seen == expected
     # The masters are fp32, so the alias has nothing to save.
@@ -95,12 +121,11 @@ def test_the_reports_counts(name):
 def test_the_reports_second_copy(name):
     if lacks_preset("minimax_m3"):
         pytest.skip("this DeepSpeed has no preset for MiniMax-M3")
-    options, expected = MINIMAX[name]
-    found = find_structure(Setup(**options))
+    setup, found, expected = reported(name)
     seen = (found.model_parameters, len(found.sub_groups), len(found.trained), found.elements_per_rank)
     assert seen == expected
     assert found.aliased
-    report = assemble(name, Setup(**options), found)
+    report = assemble(name, setup, found)
     assert report["second_copy_gib"] == pytest.approx(10.128 if "4" in name else 24.814, abs=5e-4)
     assert report["second_copy_gib"] == 2 * found.elements_per_rank / GIB
 
