@@ -20,7 +20,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning_zero3 import Zero3FastStrategy, Zero3Monitor
 from lightning_zero3.config import Zero3Options
 from lightning_zero3.metrics.summary import read_metrics, summarise
-from shared import attention, checkpoints, lost_peer, preflight
+from shared import attention, checkpoints, gpu_memory, lost_peer, preflight
 from shared.data import unigram_entropy
 from shared.deepspeed_config import deepspeed_config
 from shared.loader import make_loader
@@ -64,6 +64,7 @@ def train(recipe: Recipe, settings: Settings) -> Path:
     experts = preflight.expert_parallel_size(settings, config, ranks)
     strategy = make_strategy(settings, expert_parallel_size=experts)
     preflight.check_model(recipe.model_class, config, strategy, ranks)
+    gpu_memory.check_gpu_memory(settings, config, ranks=ranks, expert_parallel_size=experts)
     stream, samples = preflight.check_data(settings, config, ranks)
     entropy = unigram_entropy(stream.tokens)
     made_by = checkpoints.identity(

@@ -66,6 +66,8 @@ class Settings(Zero3Options):
             1 is Transformers' own loss.
         devices: Processes on this node; null for the launcher's number, else every GPU, else 2.
         num_nodes: Nodes, each with as many processes.
+        check_memory: Before the true model is trained on GPUs, plan its first steps (a minute, on rank 0), and refuse
+            what doesn't fit.
         output: Folder for runs; each gets a folder version_N of its own.
         checkpoint_every: Save a checkpoint every so many optimizer steps, at the end, and after SIGTERM or SIGUSR1,
             which then ends the run with exit status 75; null for none. On several nodes, output must be a shared
@@ -105,6 +107,7 @@ class Settings(Zero3Options):
     loss_tiles: int = 1
     devices: int | None = None
     num_nodes: int = 1
+    check_memory: bool = True
     output: Path = Path("runs")
     checkpoint_every: int | None = None
     keep: int = 2
