@@ -10,9 +10,9 @@ import json
 import time
 from pathlib import Path
 
+from lightning_zero3.gpus import gpu
 from lightning_zero3.plan.charts import draw_scale
 from lightning_zero3.plan.command import setup_of_recipe
-from lightning_zero3.plan.hardware import gpu
 from lightning_zero3.plan.scale import scaled
 
 ROOT = Path(__file__).parents[1]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from lightning_zero3.gpus import GPUS
+
 # Dense FLOP/s in bf16 and fp16, with accumulation in fp32, from the vendors' data sheets; where those give the figure
-# with sparsity, half of it. By the name that torch.cuda.get_device_name gives. An A10G isn't here: its figures differ.
+# with sparsity, half of it; of GPUS where that has them. By the name that torch.cuda.get_device_name gives. An A10G
+# isn't here: its figures differ.
 _TERA = 10**12
 _PEAKS: dict[str, float] = {
     # NVIDIA A100 datasheet: 312 for all forms.
@@ -12,19 +15,18 @@ _PEAKS: dict[str, float] = {
     "NVIDIA A100-PCIE-40GB": 312 * _TERA,
     "NVIDIA A100 80GB PCIe": 312 * _TERA,
     # NVIDIA H100 Tensor Core GPU architecture whitepaper, table 2, and datasheets.
-    "NVIDIA H100 80GB HBM3": 989.4 * _TERA,
+    "NVIDIA H100 80GB HBM3": GPUS["H100"].bf16_flops,
     "NVIDIA H100 PCIe": 756 * _TERA,
     "NVIDIA H100 NVL": 835 * _TERA,
-    "NVIDIA H200": 989.4 * _TERA,
+    "NVIDIA H200": GPUS["H200"].bf16_flops,
     "NVIDIA GH200 480GB": 989.4 * _TERA,
-    # NVIDIA HGX B200 datasheet: 36 PFLOP/s with sparsity for eight.
-    "NVIDIA B200": 2250 * _TERA,
+    "NVIDIA B200": GPUS["B200"].bf16_flops,
     "NVIDIA L4": 121 * _TERA,
     "NVIDIA L40S": 362 * _TERA,
     "NVIDIA A40": 149.7 * _TERA,
     "NVIDIA GeForce RTX 3090": 71 * _TERA,
     "NVIDIA GeForce RTX 4090": 165.2 * _TERA,
-    "AMD Instinct MI300X": 1307.4 * _TERA,
+    "AMD Instinct MI300X": GPUS["MI300X"].bf16_flops,
 }
 # The same in fp16 only: they have no bf16 units.
 _FP16_ONLY: dict[str, float] = {

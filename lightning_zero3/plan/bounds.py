@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_zero3.gpus import Gpu
 from lightning_zero3.plan.flops import Flops
-from lightning_zero3.plan.hardware import Gpu
 from lightning_zero3.plan.structure import ELEMENT_BYTES, Structure
 from lightning_zero3.plan.traffic import Traffic
 

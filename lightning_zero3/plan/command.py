@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_zero3.config import SetupError
+from lightning_zero3.gpus import Gpu
+from lightning_zero3.gpus import gpu as gpu_named
 from lightning_zero3.plan.child import find_structure
 from lightning_zero3.plan.estimate import memory_by_part
-from lightning_zero3.plan.hardware import Gpu
-from lightning_zero3.plan.hardware import gpu as gpu_named
 from lightning_zero3.plan.longest import longest_that_fits
 from lightning_zero3.plan.models import load_model, recipe_settings
 from lightning_zero3.plan.predict import predict

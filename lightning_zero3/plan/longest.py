@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from lightning_zero3.gpus import Gpu
 from lightning_zero3.plan.child import find_all, find_structure
 from lightning_zero3.plan.depth import jobs_of, scene_of
 from lightning_zero3.plan.estimate import found_or_raise, rehearsed_whole
-from lightning_zero3.plan.hardware import Gpu
 from lightning_zero3.plan.memory import GIB, memory_of
 from lightning_zero3.plan.settings import Setup
 from lightning_zero3.plan.shape import Shape

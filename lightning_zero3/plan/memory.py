@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_zero3.plan.hardware import GPUS, Gpu
+from lightning_zero3.gpus import GPUS, Gpu
 from lightning_zero3.plan.meter import ACTIVATIONS, LOGITS
 from lightning_zero3.plan.rehearsal import Peak, Rehearsal
 from lightning_zero3.plan.settings import Setup

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lightning_zero3.gpus import GPUS
 from lightning_zero3.plan.bounds import Bounds, bounds_of
 from lightning_zero3.plan.flops import Flops, flops_of
-from lightning_zero3.plan.hardware import GPUS
 from lightning_zero3.plan.settings import Setup
 from lightning_zero3.plan.shape import Shape
 from lightning_zero3.plan.structure import ELEMENT_BYTES, Structure

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from lightning_zero3.gpus import Gpu
 from lightning_zero3.plan.derive import AUTOEP_CAP
-from lightning_zero3.plan.hardware import Gpu
 from lightning_zero3.plan.memory import Memory
 from lightning_zero3.plan.predict import Prediction
 from lightning_zero3.plan.settings import Setup

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_zero3.config import SetupError
+from lightning_zero3.gpus import Gpu
 from lightning_zero3.plan.child import Job, find_all
 from lightning_zero3.plan.depth import scene_of
 from lightning_zero3.plan.derive import derive
 from lightning_zero3.plan.estimate import found_or_raise
-from lightning_zero3.plan.hardware import Gpu
 from lightning_zero3.plan.memory import GIB, memory_of
 from lightning_zero3.plan.models import load_model
 from lightning_zero3.plan.predict import predict

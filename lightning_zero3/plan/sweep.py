@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_zero3.config import SetupError
+from lightning_zero3.gpus import Gpu
 from lightning_zero3.plan.child import Found, Job, find_all
 from lightning_zero3.plan.depth import MORE, jobs_of, scene_of
 from lightning_zero3.plan.derive import derive
 from lightning_zero3.plan.estimate import found_or_raise, rehearsed_whole
-from lightning_zero3.plan.hardware import Gpu
 from lightning_zero3.plan.memory import GIB, Memory, held_bytes, memory_of
 from lightning_zero3.plan.models import load_model
 from lightning_zero3.plan.predict import predict

@@ -6,7 +6,7 @@ import tempfile
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from lightning_zero3.config import SetupError
 from lightning_zero3.plan.child import Job, find_all
@@ -33,7 +33,7 @@ def check_gpu_memory(settings: Settings, config: Any, *, ranks: int, expert_para
         SetupError: It doesn't fit; the message has the parts of the memory, and what to change.
     """
     wanted = settings.check_memory and settings.size == "full" and torch.cuda.is_available()
-    if not wanted or rank_zero_only.rank != 0:
+    if not wanted or getattr(rank_zero_only, "rank", 0) != 0:
         return
     memory = planned_memory(settings, config, ranks=ranks, expert_parallel_size=expert_parallel_size)
     refuse_what_does_not_fit(memory, torch.cuda.get_device_properties(0).total_memory)

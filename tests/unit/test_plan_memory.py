@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from lightning_zero3.gpus import gpu
 from lightning_zero3.plan.child import rehearse_run
-from lightning_zero3.plan.hardware import gpu
 from lightning_zero3.plan.memory import GIB, Memory, memory_of
 from lightning_zero3.plan.rehearsal import Rehearsal, Scene
 from lightning_zero3.plan.settings import Setup

@@ -7,9 +7,9 @@ from dataclasses import fields
 import pytest
 
 from lightning_zero3.config import SetupError
+from lightning_zero3.gpus import GPUS, Gpu, gpu
 from lightning_zero3.plan.bounds import bounds_of, optimizer_bytes_per_element, optimizer_step_seconds
 from lightning_zero3.plan.flops import Flops
-from lightning_zero3.plan.hardware import GPUS, Gpu, gpu
 from lightning_zero3.plan.structure import Collectives, Dtypes, Structure
 from lightning_zero3.plan.traffic import Traffic
 

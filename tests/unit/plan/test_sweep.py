@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from lightning_zero3 import cli
+from lightning_zero3.gpus import GPUS
 from lightning_zero3.plan import longest
-from lightning_zero3.plan.hardware import GPUS
 from lightning_zero3.plan.longest import longest_within
 from lightning_zero3.plan.scale import scaled
 from lightning_zero3.plan.settings import Setup

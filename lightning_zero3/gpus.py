@@ -1,4 +1,4 @@
-"""Public figures of the GPUs that a plan is made for; each with the vendor's page that says so.
+"""Public figures of the GPUs that a plan is made for; each with the page that says so.
 
 Bandwidths are in one direction: vendors add up both, so their figures are halved here and in each link's comment.
 """
@@ -63,7 +63,8 @@ GPUS: Mapping[str, Gpu] = {
             host_memory_bytes_per_second=76.8e9,
             gpus_per_node=8,
             sources={
-                "memory_gib": "80 GB: https://www.nvidia.com/en-us/data-center/h100/ (SXM); as PyTorch reports it",
+                "memory_gib": "80 GB: https://www.nvidia.com/en-us/data-center/h100/ (SXM); PyTorch reports 79.11 GiB: "
+                "https://github.com/vllm-project/vllm/issues/27508",
                 "hbm_bytes_per_second": "3.35 TB/s: https://www.nvidia.com/en-us/data-center/h100/ (SXM)",
                 "bf16_flops": "989.4 dense: https://resources.nvidia.com/en-us-tensor-core (H100 architecture white "
                 "paper, SXM5); the data sheet's 1,979 is with sparsity",
@@ -100,7 +101,7 @@ GPUS: Mapping[str, Gpu] = {
         ),
         Gpu(
             name="B200",
-            memory_gib=178.4,
+            memory_gib=178.3,
             hbm_bytes_per_second=8.0e12,
             bf16_flops=2250e12,
             node_bytes_per_second=900e9,
@@ -109,9 +110,10 @@ GPUS: Mapping[str, Gpu] = {
             host_memory_bytes_per_second=89.6e9,
             gpus_per_node=8,
             sources={
-                "memory_gib": "1,440 GB for 8: https://www.nvidia.com/en-us/data-center/dgx-b200/; as PyTorch "
-                "reports it",
-                "hbm_bytes_per_second": "64 TB/s for 8: https://www.nvidia.com/en-us/data-center/dgx-b200/",
+                "memory_gib": "1,440 GB for 8: https://www.nvidia.com/en-us/data-center/dgx-b200/; CUDA reports 178.35 "
+                "GiB: https://github.com/pytorch/ao/pull/4002",
+                "hbm_bytes_per_second": "64 TB/s for 8: https://www.nvidia.com/en-us/data-center/dgx-b200/; its bus "
+                "and clock give 7.67 each: https://github.com/pytorch/ao/pull/4002",
                 "bf16_flops": "36 PFLOPS with sparsity for 8, so 2.25 dense: "
                 "https://www.nvidia.com/en-us/data-center/hgx/",
                 "node_bytes_per_second": "NVLink 5, 1.8 TB/s, both directions: "
