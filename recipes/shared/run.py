@@ -19,11 +19,12 @@ from torch.utils.data import DataLoader
 from lightning_zero3 import Zero3FastStrategy, Zero3Monitor
 from lightning_zero3.config import Zero3Options
 from lightning_zero3.metrics.summary import read_metrics, summarise
+from lightning_zero3.metrics.summary_table import print_table
 from shared import attention, preflight
 from shared.data import unigram_entropy
 from shared.deepspeed_config import deepspeed_config
 from shared.module import CausalLanguageModel
-from shared.report import draw_chart, print_steps, print_table
+from shared.report import draw_chart, print_steps
 from shared.settings import BENCHMARK_WARMUP_STEPS, Settings
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def train(recipe: Recipe, settings: Settings) -> Path:
         log_every_n_steps=1,
         logger=[csv, TensorBoardLogger(settings.output, name="", version=csv.version, sub_dir="tensorboard")],
         callbacks=[
-            Zero3Monitor(),
+            Zero3Monitor(summary=False),  # which is printed below, from the log
             _Introduce(title, stream.description, entropy, attention.describe(config, settings.attention)),
         ],
         enable_checkpointing=False,
