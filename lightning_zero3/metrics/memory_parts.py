@@ -1,8 +1,8 @@
 """Which bytes of a device are weights, masters, gradients, states and buckets: from the engine's own tensors.
 
 Upstream symbols, read: ``fp16_groups``, ``fp16_partitioned_groups_flat``, ``lp_param_buffer``,
-``fp32_partitioned_groups_flat``, ``grad_partitions_flat_buffer``, ``averaged_gradients``, ``ipg_buckets`` of the Stage-3
-optimizer, ``ds_tensor`` of parameters (0.19.7, 0.19.8). What isn't there counts as part of the rest.
+``fp32_partitioned_groups_flat``, ``grad_partitions_flat_buffer``, ``averaged_gradients``, ``ipg_buckets`` of the
+Stage-3 optimizer, ``ds_tensor`` of parameters (0.19.7, 0.19.8). What isn't there counts as part of the rest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""On an out-of-memory error: one line with phase, rank, size, where the memory is and what to change; then the error."""
+"""Out of memory: one line with phase, rank, size asked, where the memory is and what to change; then the error."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning_zero3.metrics import names
 
 
-
 def _exactly(*metrics: str) -> list[Any]:
     # TensorBoard takes them for regular expressions, matched from the beginning.
     return ["Multiline", [f"{re.escape(name)}$" for name in metrics]]
@@ -23,7 +22,9 @@ def _with_spread(name: str) -> list[Any]:
 
 LAYOUT: dict[str, dict[str, list[Any]]] = {
     "Step": {
-        "where a step's time goes (ms)": _exactly(names.STEP_TOTAL, names.FWD, names.BWD, names.STEP_MICROSTEP, names.DATA_WAIT),
+        "where a step's time goes (ms)": _exactly(
+            names.STEP_TOTAL, names.FWD, names.BWD, names.STEP_MICROSTEP, names.DATA_WAIT
+        ),
         "inside the optimizer step and backward (ms)": _exactly(
             names.STEP_MICROSTEP, names.OPTIMIZER_STEP, names.BWD_INNER, names.BWD_ALLREDUCE
         ),
