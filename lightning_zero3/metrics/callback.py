@@ -29,7 +29,6 @@ from lightning_zero3.metrics.out_of_memory import OutOfMemoryReport
 from lightning_zero3.metrics.running_summary import RunningSummary
 from lightning_zero3.metrics.step_time import StepClock, read_skipped_steps, steps_taken
 from lightning_zero3.metrics.step_values import StepValues, layer_names
-from lightning_zero3.metrics.summary_table import print_table
 from lightning_zero3.metrics.tensorboard_layout import add_layout
 from lightning_zero3.metrics.throughput import lengths_in, tokens_in
 
@@ -202,6 +201,8 @@ class Zero3Monitor(OutOfMemoryReport):
         self._stop_counting()
         self._stop_serving()
         if self._summary is not None and self._summary.steps and trainer.is_global_zero:
+            from lightning_zero3.metrics.summary_table import print_table  # rich isn't loaded before
+
             print_table(self._summary.summary(), title=self._name_of_run(trainer))
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
