@@ -56,17 +56,19 @@ def draw(url: str, run: str, start: float, end: float, path: Path) -> None:
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(rows, GRID_COLUMNS)
     figure.suptitle(
-        f"dashboards/grafana/zero3.json, run {run}: its queries' answers from Prometheus, drawn with matplotlib", fontsize=13
+        f"dashboards/grafana/zero3.json, run {run}: its queries' answers from Prometheus, drawn with matplotlib",
+        fontsize=13,
     )
     for panel in panels:
         where = panel["gridPos"]
-        axes = figure.add_subplot(
-            grid[where["y"] : where["y"] + where["h"], where["x"] : where["x"] + where["w"]]
-        )
+        axes = figure.add_subplot(grid[where["y"] : where["y"] + where["h"], where["x"] : where["x"] + where["w"]])
         axes.set_title(panel["title"], loc="left", fontsize=10, fontweight="bold")
         unit = panel["fieldConfig"]["defaults"]["unit"]
         lines = [
-            (legend(target["legendFormat"], each["metric"]), [(float(at), float(value)) for at, value in each["values"]])
+            (
+                legend(target["legendFormat"], each["metric"]),
+                [(float(at), float(value)) for at, value in each["values"]],
+            )
             for target in panel["targets"]
             for each in series(url, target["expr"].replace("$run", run), start, end)
         ]

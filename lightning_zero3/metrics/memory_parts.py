@@ -31,7 +31,8 @@ def memory_by_part(engine: Any, optimizers: Iterable[Any], device: torch.device)
         engine: A DeepSpeed engine, or any other module.
         optimizers: The Trainer's.
         device: Where the memory is. On CUDA the rest is what else the allocator has given out, on a CPU what else of
-            the process is resident: activations, and on a CPU the program itself.
+            the process is resident: activations, and on a CPU the program itself. There the rest is too small by what
+            of a part was never written to, such as an empty bucket.
 
     Returns:
         Part → bytes, in order; parts that the engine doesn't have are 0.

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lightning_zero3.metrics.memory import GIB
+from lightning_zero3.metrics.memory import GIB, resident_bytes
 from lightning_zero3.metrics.memory_parts import MASTERS, masters_are_weights, memory_by_part
 
 _log = logging.getLogger(__name__)
@@ -157,6 +157,8 @@ def _where(trainer: Any, device: torch.device, asked: int | None) -> str:
         if asked is not None and unused >= asked:
             hint = ", enough, but in pieces: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
         texts.append(f"reserved and unused {size_text(unused)}{hint}")
+    else:
+        texts.append(f"the process, resident {size_text(resident_bytes())}")
     return ", ".join(texts)
 
 

@@ -7,7 +7,8 @@ from lightning_zero3.metrics.out_of_memory import bytes_asked, out_of_memory_in
 
 # Word for word as the CUDA allocator of torch 2.13 says it (c10/cuda/CUDACachingAllocator.cpp).
 CUDA = (
-    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.20 GiB is free. "
+    "CUDA out of memory. Tried to allocate 2.50 GiB. "
+    "GPU 0 has a total capacity of 79.11 GiB of which 1.20 GiB is free. "
     "Process 7 has 77.90 GiB memory in use."
 )
 
