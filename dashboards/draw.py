@@ -11,6 +11,7 @@ import re
 import time
 import urllib.parse
 import urllib.request
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,15 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, FuncFormatter, PercentFormatter
+from matplotlib.ticker import EngFormatter
 
 DASHBOARD = Path(__file__).with_name("grafana") / "zero3.json"
 GRID_COLUMNS = 24
-FORMATTERS = {
-    "s": EngFormatter(unit="s"),
-    "bytes": FuncFormatter(lambda value, _: f"{value / 2**30:,.4g} GiB"),
-    "percentunit": PercentFormatter(xmax=1),
-    "short": EngFormatter(),
+FORMATS: dict[str, Callable[[float], str]] = {
+    "s": EngFormatter(unit="s").format_eng,
+    "bytes": lambda value: f"{value / 2**30:,.4g} GiB",
+    "percentunit": lambda value: f"{value:.1%}",
+    "short": EngFormatter().format_eng,
 }
 
 
@@ -73,7 +74,7 @@ def draw(url: str, run: str, start: float, end: float, path: Path) -> None:
             for each in series(url, target["expr"].replace("$run", run), start, end)
         ]
         if panel["type"] == "stat" or not lines:
-            text = FORMATTERS[unit](lines[0][1][-1][1], 0) if lines else "no data"
+            text = FORMATS[unit](lines[0][1][-1][1]) if lines else "no data"
             size = 20 if lines else 11
             axes.text(0.5, 0.5, text, ha="center", va="center", fontsize=size, transform=axes.transAxes)
             axes.set_axis_off()
@@ -97,7 +98,7 @@ def _chart(axes: Axes, panel: dict[str, Any], lines: list[tuple[str, list[tuple[
             axes.plot([_time(at) for at, _ in points], [value for _, value in points], label=name, linewidth=1.2)
         if unit == "bytes":
             axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(FORMATTERS[unit])
+    axes.yaxis.set_major_formatter(lambda value, _: FORMATS[unit](value))
     axes.tick_params(labelsize=7)
     axes.grid(color="#DDDDDD", linewidth=0.6)
     axes.legend(fontsize=7, loc="best")
