@@ -14,7 +14,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from prometheus_client.parser import text_string_to_metric_families
 
 from lightning_zero3 import Zero3Monitor
 from lightning_zero3.config import SetupError
@@ -24,6 +23,7 @@ from tests.fits import Language, Pairs, Regression, Sentences, fit
 from tests.models import build_glm, tiny_glm
 from tests.prometheus import BINARY, NO_BINARY, PROMTOOL, ask, free_port, scraping, wait_for
 
+parser = pytest.importorskip("prometheus_client.parser", reason="prometheus-client isn't installed")
 NEEDS_PROMETHEUS = pytest.mark.skipif(BINARY is None or PROMTOOL is None, reason=NO_BINARY)
 DASHBOARD = Path(__file__).parents[2] / "dashboards" / "grafana" / "zero3.json"
 PANELS = json.loads(DASHBOARD.read_text())["panels"]
@@ -134,7 +134,7 @@ def test_every_metric_has_a_legal_name_its_unit_and_the_tables_words():
     server = a_server()
     assert "zero3" not in read(server.port)  # before the first logged step
     server.publish(a_snapshot())
-    families = {family.name: family for family in text_string_to_metric_families(read(server.port))}
+    families = {family.name: family for family in parser.text_string_to_metric_families(read(server.port))}
     server.close()
     for entry in names.METRICS:
         series = series_of(entry)
