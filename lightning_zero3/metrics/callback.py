@@ -9,14 +9,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_zero3.config import SetupError
 from lightning_zero3.expert_counts import ExpertCounts, routers_in
 from lightning_zero3.flops import flops_or_reason
 from lightning_zero3.hardware import peak_flops as known_peak_flops
-from lightning_zero3.metrics import names
+from lightning_zero3.metrics import names, prometheus
 from lightning_zero3.metrics.census import read_censuses, start_censuses
 from lightning_zero3.metrics.engine_timers import (
     discard_forward_times,
@@ -24,26 +23,32 @@ from lightning_zero3.metrics.engine_timers import (
     start_timing,
     stop_timing,
 )
-from lightning_zero3.metrics.memory import read_memory
+from lightning_zero3.metrics.memory import memory_capacities, read_memory
 from lightning_zero3.metrics.optimizer_values import read_learning_rate, read_optimizer
+from lightning_zero3.metrics.out_of_memory import OutOfMemoryReport
+from lightning_zero3.metrics.running_summary import RunningSummary
 from lightning_zero3.metrics.step_time import StepClock, read_skipped_steps, steps_taken
 from lightning_zero3.metrics.step_values import StepValues, layer_names
+from lightning_zero3.metrics.tensorboard_layout import add_layout
 from lightning_zero3.metrics.throughput import lengths_in, tokens_in
 
 # What the progress bar shows, by short names: it has little room. Milliseconds and GiB.
 _PROGRESS_BAR = {
     names.STEP_MICROSTEP: "step_microstep",
+    names.TOKENS_PER_SECOND: "tokens/s",
     names.PEAK_ALLOCATED: "gpu_peak_gib",
     names.HOST_RSS_PEAK: "host_peak_gib",
 }
 
 
-class Zero3Monitor(Callback):
+class Zero3Monitor(OutOfMemoryReport):
     """Log a step's times, memory, throughput and router load, over all ranks.
 
     By one collective per logged step (``Trainer(log_every_n_steps=...)``); other steps have no collective,
     synchronisation, allocation or timer event for it. :mod:`lightning_zero3.metrics.names` defines each metric. Works
     with any strategy: without a DeepSpeed engine there are no micro-step timers, the rest is logged all the same.
+
+    An out-of-memory error is explained by one line, on the rank that has it, before it is raised.
 
     Args:
         tokens_per_batch: Counts the tokens of a batch; by default the elements of ``input_ids``. None is returned for
@@ -53,13 +58,19 @@ class Zero3Monitor(Callback):
             (:mod:`lightning_zero3.flops`).
         peak_flops: FLOP/s of one device in the run's precision; by default those of a GPU that is known
             (:mod:`lightning_zero3.hardware`). Without it there is no ``step/mfu``.
-        progress_bar: Also show step_microstep and peak memory in the progress bar.
+        progress_bar: Also show step_microstep, tokens per second and peak memory in the progress bar.
+        summary: Print a table of the run on rank 0 when it has ended.
+        prometheus_port: Port on which rank 0 serves ``/metrics`` for Prometheus during the fit; 0 takes a free one, and
+            None (the default) serves nothing. A port that is in use is a warning.
+        prometheus_address: Where it listens: this machine alone by default, ``"0.0.0.0"`` for all that reach it.
+        run_name: The label ``run`` of what Prometheus gets, and the table's title; by default the logger's name and
+            version.
         expert_load: Whether to count the tokens of each expert on logged steps (``moe/``).
         grad_clear_census: Count the optimizer step's gradient clears (``optim/grad_clear_*``), with our optimizer.
         collective_census: Count the optimizer step's collectives (``optim/collectives_per_step``), with our optimizer.
 
     Raises:
-        SetupError: ``peak_flops`` is no number above 0.
+        SetupError: ``peak_flops`` is no number above 0, there is no such port, or prometheus-client isn't installed.
     """
 
     def __init__(
@@ -69,6 +80,10 @@ class Zero3Monitor(Callback):
         flops_per_batch: Callable[[Any], float | None] | None = None,
         peak_flops: float | None = None,
         progress_bar: bool = True,
+        summary: bool = True,
+        prometheus_port: int | None = None,
+        prometheus_address: str = prometheus.LOOPBACK,
+        run_name: str | None = None,
         expert_load: bool = True,
         grad_clear_census: bool = False,
         collective_census: bool = False,
@@ -78,10 +93,15 @@ class Zero3Monitor(Callback):
                 f"peak_flops={peak_flops!r}: the FLOP/s of one device, a number above 0, or None for those of a GPU "
                 "that is known."
             )
+        prometheus.check_options(prometheus_address, prometheus_port)
         self._tokens_per_batch = tokens_per_batch
         self._flops_per_batch = flops_per_batch
         self._peak_flops = peak_flops
         self._progress_bar = progress_bar
+        self._summary = RunningSummary() if summary else None
+        self._prometheus_port, self._prometheus_address = prometheus_port, prometheus_address
+        self._server: prometheus.PrometheusServer | None = None
+        self._run_name = run_name
         self._expert_load = expert_load
         self._grad_clear_census = grad_clear_census
         self._collective_census = collective_census
@@ -106,13 +126,15 @@ class Zero3Monitor(Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Ask the strategy for step timers before it builds its engine."""
+        super().setup(trainer, pl_module, stage)
         enable = getattr(trainer.strategy, "enable_step_timers", None)
         # Under manual optimization the engine's timers are stopped before they are started, and raise.
         if stage == "fit" and enable is not None and pl_module.automatic_optimization:
             enable()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Look at what will be measured, and start the clock."""
+        """Look at what will be measured, make ready who shows it, and start the clock."""
+        super().on_train_start(trainer, pl_module)
         engine = trainer.strategy.model
         self._global_step = trainer.global_step
         start_censuses(engine, grad_clear=self._grad_clear_census, collectives=self._collective_census)
@@ -125,8 +147,30 @@ class Zero3Monitor(Callback):
             self._counts.on = False
             self._experts = dict(zip(layer_names(list(routers)), sizes.values(), strict=True))
         discard_forward_times(engine)
+        self._make_ready_to_show(trainer)
         self._step_begins, self._engine_in_step = True, False
         self._clock.restart()
+
+    def _make_ready_to_show(self, trainer: pl.Trainer) -> None:
+        add_layout(trainer.loggers)
+        if self._summary is not None:
+            self._summary = RunningSummary()
+        if self._prometheus_port is not None and trainer.is_global_zero:
+            self._stop_serving()
+            self._server = prometheus.serve(
+                self._prometheus_address,
+                self._prometheus_port,
+                run=self._name_of_run(trainer),
+                ranks_per_node=max(1, trainer.num_devices),
+                capacities=memory_capacities(trainer.strategy.root_device),
+            )
+
+    def _name_of_run(self, trainer: pl.Trainer) -> str:
+        if self._run_name is not None:
+            return self._run_name
+        logger = trainer.logger
+        parts = [] if logger is None else [logger.name, logger.version]
+        return "/".join(str(part) for part in parts if part not in (None, "")) or "run"
 
     def _look_at_the_hardware(self, trainer: pl.Trainer) -> None:
         peak, device = self._peak_flops, trainer.strategy.root_device
@@ -153,29 +197,44 @@ class Zero3Monitor(Callback):
         self._flops = of_batch
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:  # noqa: ARG002
-        """Take the routers' hooks away."""
+        """Take the routers' hooks away, stop serving, and sum up."""
         self._stop_counting()
+        self._stop_serving()
+        if self._summary is not None and self._summary.steps and trainer.is_global_zero:
+            from lightning_zero3.metrics.summary_table import print_table  # rich isn't loaded before
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:  # noqa: ARG002
-        """Likewise."""
+            print_table(self._summary.summary(), title=self._name_of_run(trainer))
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Likewise, without a sum; explain an out-of-memory error."""
+        super().on_exception(trainer, pl_module, exception)
         self._stop_counting()
+        self._stop_serving()
+
+    def _stop_serving(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        self._server = None
 
     def _stop_counting(self) -> None:
         if self._counts is not None:
             self._counts.close()
         self._counts, self._experts = None, {}
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:  # noqa: ARG002
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stop the clock: validation may come between two micro-steps of one optimizer step."""
+        super().on_validation_start(trainer, pl_module)
         self._clock.pause()
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:  # noqa: ARG002
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Go on, without the times of validation's forwards."""
+        super().on_validation_end(trainer, pl_module)
         discard_forward_times(trainer.strategy.model)
         self._clock.resume()
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """The batch has arrived."""
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         engine = trainer.strategy.model
         self._engine_steps = steps_taken(engine)
         self._skipped = read_skipped_steps(engine)
@@ -205,9 +264,10 @@ class Zero3Monitor(Callback):
         pl_module: pl.LightningModule,
         outputs: Any,
         batch: Any,
-        batch_idx: int,  # noqa: ARG002
+        batch_idx: int,
     ) -> None:
         """Count tokens; after an optimizer step that is logged, measure and log."""
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         engine = trainer.strategy.model
         if self._logs:
             stop_timing(engine)
@@ -259,6 +319,10 @@ class Zero3Monitor(Callback):
     def _publish(self, trainer: pl.Trainer, pl_module: pl.LightningModule, values: Mapping[str, float]) -> None:
         """Hand a step's metrics, over all ranks, to whoever shows them."""
         self._latest = values
+        if self._server is not None:
+            self._server.publish(prometheus.Snapshot(trainer.global_step, values, self._values.of_each_rank()))
+        if self._summary is not None:
+            self._summary.add(trainer.global_step, values)
         # As Lightning's own monitors do: log_dict makes a tensor and a torchmetrics metric of every number, which took
         # several percent of a small model's step.
         for logger in trainer.loggers:

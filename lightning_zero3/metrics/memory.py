@@ -25,7 +25,7 @@ def read_memory(device: torch.device) -> dict[str, float]:
         Metric name → GiB, or a count. On CUDA the allocator's peaks are reset, so the next call's peaks are of the
         span between.
     """
-    resident = _this_process(os.getpid()).memory_info().rss
+    resident = resident_bytes()
     # The kernel updates its high-water mark lazily: it may lag behind what is resident now.
     values = {names.HOST_RSS: resident / GIB, names.HOST_RSS_PEAK: max(resident, _peak_rss_bytes()) / GIB}
     if device.type == "cuda":
@@ -35,6 +35,27 @@ def read_memory(device: torch.device) -> dict[str, float]:
         values[names.ALLOCATOR_RETRIES] = float(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
         torch.cuda.reset_peak_memory_stats(device)
     return values
+
+
+def memory_capacities(device: torch.device) -> dict[str, int]:
+    """Memory that there is, for this process's GPU and its machine.
+
+    Args:
+        device: The training device.
+
+    Returns:
+        ``"host"``, and on CUDA ``"gpu"`` → bytes.
+    """
+    sizes = {"host": int(psutil.virtual_memory().total)}
+    if device.type == "cuda":
+        sizes["gpu"] = int(torch.cuda.get_device_properties(device).total_memory)
+    return sizes
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process."""
+    rss: int = _this_process(os.getpid()).memory_info().rss
+    return rss
 
 
 @lru_cache(maxsize=1)

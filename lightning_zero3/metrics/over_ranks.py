@@ -41,6 +41,8 @@ class PackedOverRanks(Metric):
 
     full_state_update = False
     values: torch.Tensor
+    by_rank: torch.Tensor
+    """After :meth:`compute`: what each rank gave, a row per rank."""
 
     def __init__(self, how: Sequence[How]) -> None:
         super().__init__(dist_sync_fn=gather_once)
@@ -67,9 +69,11 @@ class PackedOverRanks(Metric):
         """
         if self.values.ndim > 1:
             return self.values
+        self.by_rank = self.values[None]
         return torch.stack([self.values, self.values, torch.zeros_like(self.values)])  # a single process
 
     def _combine(self, by_rank: torch.Tensor) -> torch.Tensor:
+        self.by_rank = by_rank
         sums, means = self._sums.to(by_rank.device), self._means.to(by_rank.device)
         combined = torch.where(sums, by_rank.sum(0), torch.where(means, by_rank.mean(0), by_rank.amax(0)))
         # argmax alone may answer with any of several.

@@ -34,6 +34,7 @@ class StepValues:
     peak_flops: float = 0.0
     expert_counts: torch.Tensor | None = None
     experts: Mapping[str, int] = field(default_factory=dict)
+    _packed: PackedOverRanks | None = None
 
     def over_ranks(self, device: torch.device | str, world_size: int) -> dict[str, float]:
         """All metrics of the step, over all ranks, by one collective and one wait for the device.
@@ -56,6 +57,7 @@ class StepValues:
             how += ["sum"] * self.expert_counts.numel()
         packed = PackedOverRanks(how).to(device)
         packed.update(values)
+        self._packed = packed
         combined = combined_over_ranks(packed)
         known, (tokens, flops, peak), counts = (
             combined[: len(self.metrics)],
@@ -70,6 +72,15 @@ class StepValues:
             **router_load(self._by_layer(counts)),
             **(_spread(named) if world_size > 1 else {}),
         }
+
+    def of_each_rank(self) -> dict[str, list[float]]:
+        """Each rank's values, in rank order, of the metrics whose spread is told.
+
+        After :meth:`over_ranks`, from what its collective brought.
+        """
+        assert self._packed is not None
+        columns = self._packed.by_rank[:, : len(self.metrics)].T.tolist()
+        return {name: column for name, column in zip(self.metrics, columns, strict=True) if names.BY_NAME[name].spread}
 
     def _by_layer(self, counts: list[Combined]) -> dict[str, list[float]]:
         numbers = iter(entry.value for entry in counts)

@@ -1,7 +1,6 @@
-"""The end of a recipe: its numbers as a table in the terminal, and its course as a chart in a PNG."""
+"""The end of a recipe: its steps as a table in the terminal, and its course as a chart in a PNG."""
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,15 +24,11 @@ from lightning_zero3.metrics.names import (
 from lightning_zero3.metrics.summary import (
     EARLY_STEPS,
     GIB_SUFFIX,
-    LAST_LOSSES,
     Metrics,
-    RunSummary,
-    Spread,
     number_steps,
     spread,
 )
-
-NOT_MEASURED = "not measured"
+from lightning_zero3.metrics.summary_table import NOT_MEASURED, in_order, memory_label, number_text
 
 # Okabe and Ito's palette: its colours stay apart under every common colour blindness. Dashes tell lines apart as well.
 BLUE, VERMILION, GREEN, PURPLE, SKY, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#595959"
@@ -44,30 +39,17 @@ TIMES = {
 }
 # Narrow enough for a terminal of 100 characters.
 STEP_COLUMNS = {FWD_MICROSTEP: "forward", BWD_MICROSTEP: "backward", STEP_MICROSTEP: "optimizer", STEP_TOTAL: "total"}
-# Memory of the host is never called "GPU", that of the GPU always is. In the order of the table and of the legend.
+# Colour and dashes of each.
 MEMORY = {
-    "memory/peak_reserved_gib": ("GPU peak reserved", SKY, "-"),
-    "memory/peak_allocated_gib": ("GPU peak allocated", BLUE, "-"),
-    "memory/allocated_between_steps_gib": ("GPU allocated between steps", GREEN, "-"),
-    "memory/host_rss_peak_gib": ("host resident memory, peak", PURPLE, "--"),
-    "memory/host_rss_gib": ("host resident memory", VERMILION, "-"),
+    "memory/peak_reserved_gib": (SKY, "-"),
+    "memory/peak_allocated_gib": (BLUE, "-"),
+    "memory/allocated_between_steps_gib": (GREEN, "-"),
+    "memory/host_rss_peak_gib": (PURPLE, "--"),
+    "memory/host_rss_gib": (VERMILION, "-"),
 }
 OTHER_MEMORY = ((GREY, "-."), (GREY, ":"), (PURPLE, "-."), (PURPLE, ":"))  # colours and dashes of any other
 SMOOTH_FROM = 20  # fewer points are drawn as they are: a median over them would hide more than it shows
 LOG_SCALE_FROM = 30.0  # ratio of the medians from which the smaller line would lie on the axis
-
-
-def memory_label(name: str) -> str:
-    """What to call a memory metric in front of a reader.
-
-    >>> memory_label("memory/host_rss_peak_gib")
-    'host resident memory, peak'
-    >>> memory_label("memory/pinned_buffers_gib")
-    'pinned buffers'
-    """
-    if name in MEMORY:
-        return MEMORY[name][0]
-    return name.removeprefix(MEMORY_PREFIX).removesuffix(GIB_SUFFIX).replace("_", " ")
 
 
 def running_median(values: Sequence[float], window: int) -> list[float]:
@@ -82,45 +64,6 @@ def running_median(values: Sequence[float], window: int) -> list[float]:
     """
     half = window // 2
     return [float(np.median(values[max(0, at - half) : at + half + 1])) for at in range(len(values))]
-
-
-def print_table(summary: RunSummary, *, title: str, console: Console | None = None) -> None:
-    """Print a run's times (ms), tokens per second, memory (GiB) and losses.
-
-    Args:
-        summary: What :func:`~lightning_zero3.metrics.summary.summarise` returned.
-        title: Printed as it is, brackets included.
-        console: Where to print; a new one on the standard output by default.
-    """
-    table = Table(
-        title=Text(title, style="bold"),
-        caption=Text(
-            f"{summary.steps} optimizer steps logged. Times are means without step 1, which allocates the optimizer "
-            "state. Memory is the largest value of the run."
-        ),
-    )
-    table.add_column("", overflow="fold")
-    for heading in ("value", "min", "max", "n"):
-        table.add_column(heading, justify="right", no_wrap=True)
-
-    early, later = "steps 2 to 10", "after step 1"
-    _add_spread(table, f"step_microstep, {early} (ms)", summary.step_microstep_early)
-    _add_spread(table, f"step_microstep, {later} (ms)", summary.step_microstep)
-    _add_spread(table, f"total step time, {early} (ms)", summary.step_total_early)
-    _add_spread(table, f"total step time, {later} (ms)", summary.step_total)
-    _add_spread(table, f"tokens/s, {later}", summary.tokens_per_second)
-    table.add_section()
-    for name in _in_order(summary.memory):
-        table.add_row(Text(f"{memory_label(name)} (GiB)"), _text(summary.memory[name]))
-    if not summary.memory:
-        table.add_row("memory (GiB)", NOT_MEASURED)
-    table.add_section()
-    if summary.loss_first is None or summary.loss_last is None or summary.loss_last_mean is None:
-        table.add_row("loss, first → last", NOT_MEASURED)
-    else:
-        table.add_row("loss, first → last", f"{summary.loss_first:.3f} → {summary.loss_last:.3f}")
-        table.add_row(f"loss, mean of the last {LAST_LOSSES}", f"{summary.loss_last_mean:.3f}")
-    (console or Console()).print(table)
 
 
 def print_steps(metrics: Metrics, *, title: str, warmup: int, console: Console | None = None) -> None:
@@ -142,7 +85,7 @@ def print_steps(metrics: Metrics, *, title: str, warmup: int, console: Console |
     for step in steps:
         values = [numbered.get(name, {}).get(step) for name in columns]
         losses = ["" if value is None else f"{value:.6f}" for value in values[:1]]
-        times = ["" if value is None else _text(value) for value in values[1:]]
+        times = ["" if value is None else number_text(value) for value in values[1:]]
         table.add_row(f"{step}{', warm-up' if step <= warmup else ''}", *losses, *times)
     table.add_section()
     spreads = [
@@ -150,7 +93,7 @@ def print_steps(metrics: Metrics, *, title: str, warmup: int, console: Console |
         for name in STEP_COLUMNS
     ]
     for label, what in (("mean of 2 to 10", "mean"), ("min", "minimum"), ("max", "maximum")):
-        cells = ["" if values is None else _text(getattr(values, what)) for values in spreads]
+        cells = ["" if values is None else number_text(getattr(values, what)) for values in spreads]
         table.add_row(label, "", *cells)
     (console or Console()).print(table)
 
@@ -217,7 +160,7 @@ def _draw_times(panel: Axes, numbered: Metrics) -> None:
         first = values.pop(1, None)
         first_seen |= first is not None
         if values:
-            note = "" if first is None else f"step 1: {_text(first)} ms"
+            note = "" if first is None else f"step 1: {number_text(first)} ms"
             _add_line(panel, values, label, colour, note=note, smooth=True)
             medians.append(float(np.median(list(values.values()))))
     if medians and max(medians) > LOG_SCALE_FROM * min(medians) > 0:
@@ -237,9 +180,9 @@ def _draw_times(panel: Axes, numbered: Metrics) -> None:
 
 def _draw_memory(panel: Axes, numbered: Metrics) -> None:
     sizes = [name for name in numbered if name.startswith(MEMORY_PREFIX) and name.endswith(GIB_SUFFIX)]
-    for at, name in enumerate(_in_order(sizes)):
+    for at, name in enumerate(in_order(sizes)):
         values = _from_first_step(numbered, name)
-        colour, dashes = MEMORY[name][1:] if name in MEMORY else OTHER_MEMORY[at % len(OTHER_MEMORY)]
+        colour, dashes = MEMORY[name] if name in MEMORY else OTHER_MEMORY[at % len(OTHER_MEMORY)]
         if values:
             _add_line(panel, values, _plain(memory_label(name)), colour, dashes=dashes, smooth=False)
     _start_at_zero(panel)
@@ -302,36 +245,6 @@ def _step_ticks(last: int) -> list[int]:
 
 def _from_first_step(numbered: Metrics, name: str) -> dict[int, float]:
     return {step: value for step, value in sorted(numbered.get(name, {}).items()) if step >= 1}
-
-
-def _in_order(names: Iterable[str]) -> list[str]:
-    """Known memory metrics in the order of their labels, then the others by name."""
-    known = list(MEMORY)
-    return sorted(names, key=lambda name: (known.index(name) if name in known else len(known), name))
-
-
-def _add_spread(table: Table, label: str, values: Spread | None) -> None:
-    if values is None:
-        table.add_row(label, NOT_MEASURED)
-    else:
-        digits = _decimals(values.maximum)
-        numbers = [f"{number:,.{digits}f}" for number in (values.mean, values.minimum, values.maximum)]
-        table.add_row(label, *numbers, str(values.count))
-
-
-def _text(value: float) -> str:
-    return f"{value:,.{_decimals(value)}f}"
-
-
-def _decimals(value: float) -> int:
-    """Decimals that leave about four digits. NaN and infinities have none.
-
-    >>> [_decimals(value) for value in (0.0421, 7.5, 261.25, 10400.0)]
-    [4, 2, 1, 0]
-    """
-    if not math.isfinite(value) or value >= 1000:
-        return 0
-    return 1 if value >= 100 else 2 if value >= 1 else 4
 
 
 def _plain(text: str) -> str:

@@ -20,12 +20,13 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning_zero3 import Zero3FastStrategy, Zero3Monitor
 from lightning_zero3.config import Zero3Options
 from lightning_zero3.metrics.summary import read_metrics, summarise
+from lightning_zero3.metrics.summary_table import print_table
 from shared import attention, checkpoints, gpu_memory, lost_peer, preflight
 from shared.data import unigram_entropy
 from shared.deepspeed_config import deepspeed_config
 from shared.loader import make_loader
 from shared.module import CausalLanguageModel
-from shared.report import draw_chart, print_steps, print_table
+from shared.report import draw_chart, print_steps
 from shared.saving import STOPPED_BY_SIGNAL, SameCheckpoint, Saving
 from shared.settings import BENCHMARK_WARMUP_STEPS, Settings
 
@@ -94,7 +95,7 @@ def train(recipe: Recipe, settings: Settings) -> Path:
         log_every_n_steps=1,
         logger=[csv, TensorBoardLogger(settings.output, name="", version=csv.version, sub_dir="tensorboard")],
         callbacks=[
-            Zero3Monitor(),
+            Zero3Monitor(summary=False),  # which is printed below, from the log
             _Introduce(title, stream.description, entropy, attention.describe(config, settings.attention), resumed),
             SameCheckpoint(resumed),
             *saving,

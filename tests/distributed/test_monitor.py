@@ -154,6 +154,7 @@ def test_tokens_per_second_are_of_all_ranks_over_the_slowest_step(ranks, options
         # Two samples of sixteen tokens in each batch.
         expected = batches * 2 * 16 / (metrics[names.STEP_TOTAL] / 1e3)
         assert metrics[names.TOKENS_PER_SECOND] == pytest.approx(expected, rel=1e-4)
+        assert metrics["tokens/s"] == pytest.approx(expected, rel=1e-4)  # the progress bar's
         assert metrics[names.DEVICE_TOKENS_PER_SECOND] == pytest.approx(expected / 2, rel=1e-4)
         # Counted before layers are split; both devices' peaks.
         flops = batches * count_flops(build_glm(tiny_glm(num_key_value_heads=2))).training([16, 16])

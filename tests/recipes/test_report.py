@@ -24,9 +24,10 @@ from lightning_zero3.metrics.names import (
     TOKENS_PER_SECOND,
 )
 from lightning_zero3.metrics.summary import RunSummary, read_metrics, summarise
+from lightning_zero3.metrics.summary_table import print_table
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
-from shared.report import draw_chart, print_table
+from shared.report import draw_chart
 
 Metrics = dict[str, dict[int, float]]
 Draw = Callable[..., list[Axes]]
