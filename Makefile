@@ -8,6 +8,8 @@ BIN := $(abspath $(VENV))/bin
 ARGS ?=
 # Options for pytest, e.g. make test PYTEST_ARGS="-k alias"
 PYTEST_ARGS ?=
+# Processes that share the default suite out among themselves; each starts ranks of its own.
+PYTEST_WORKERS ?= 2
 
 # CUDA users keep the torch that their machine gives; everybody else gets the tested CPU release.
 TORCH := $(if $(shell command -v nvidia-smi 2>/dev/null),,constraints/cpu.txt)
@@ -62,7 +64,7 @@ lint: setup
 	$(BIN)/lint-imports
 
 test: lint
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow" --numprocesses $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 $(OLD_VENV)/.installed: $(VENV)/.installed $(OLD_DEEPSPEED)
 	test -x $(OLD_BIN)/python || $(BIN)/python -m venv $(OLD_VENV)
