@@ -100,7 +100,7 @@ def build_training_engine(
             f"DeepSpeed built its own {type(built).__name__} instead of FastStage3Optimizer, so the switches of "
             "zero3_fast have no effect in this run: this configuration, or this DeepSpeed, has another Stage-3 path."
         )
-    _look_at_layers(engine, target, split)
+    _settle(engine, target, split)
     if leaf_modules:
         watch_leaf_calls(module)
     engine_end.remember(module, engine_end.BuiltEngine(engine, inference_config(config), target, split))
@@ -148,10 +148,11 @@ def _cast_partitions(module: nn.Module, config: Mapping[str, Any]) -> None:
             parameter.data = parameter.data.to(wanted)
 
 
-def _look_at_layers(
+def _settle(
     engine: Any, target: ExpertParallelTarget | None, split: TensorParallelTarget | None
 ) -> None:
     module = engine.module
+    engine_end.free_with_its_module(engine)
     if target is not None:
         if not already_replaced(module):
             raise NoMoELayerError(f"AutoEP replaced no layer of {target.path or type(module).__name__}.")
@@ -223,7 +224,7 @@ def build_inference_engine(
             lr_scheduler=None,
             dist_init_required=False,
         )
-    _look_at_layers(engine, target, split)
+    _settle(engine, target, split)
     engine_end.remember(module, engine_end.BuiltEngine(engine, inference_config(config), target, split))
     return engine
 

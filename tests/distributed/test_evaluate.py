@@ -169,3 +169,155 @@ MATRIX = [
 def test_an_evaluation_gives_the_bits_of_the_one_inside_fit(ranks, count, kind, precision, options, autocast):
     for found in ranks(count).run(a_life, kind, precision, options, autocast):
         assert all(found.values()), [name for name, is_so in found.items() if not is_so]
+
+
+def trainer_of(strategy: Any = None, **options: Any) -> pl.Trainer:
+    world = torch.distributed.get_world_size()
+    return pl.Trainer(
+        **{**QUIET, "strategy": strategy or Zero3FastStrategy(), "devices": world, "limit_val_batches": 2, **options}
+    )
+
+
+# A loader's batches are every rank's: results don't depend on how many ranks there are.
+ALL_SEE_THE_SAME = {"use_distributed_sampler": False}
+
+
+class PartlyFrozen(Numbers):
+    def __init__(self, seed: int = 11) -> None:
+        super().__init__(seed)
+        self.net[2].weight.requires_grad_(False)
+        self.tied = self.net[0].weight
+
+    def get_extra_state(self) -> Any:
+        return {"calls": len(self.losses)}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+def save(folder: str, strategy: Any) -> list[Any]:
+    module, trainer = PartlyFrozen(), trainer_of(strategy, max_steps=3, **ALL_SEE_THE_SAME)
+    trainer.fit(module, DataLoader(Pairs(), batch_size=2))
+    trainer.save_checkpoint(folder)
+    loader = DataLoader(Pairs(), batch_size=2)
+    return after(module, lambda: trainer.validate(module, loader, verbose=False))
+
+
+def load(folder: str, change: Any = None, **options: Any) -> Any:
+    module = PartlyFrozen(5)
+    if change is not None:
+        name, value = change
+        setattr(module, name, value if value is not None else torch.nn.Linear(3, 3))
+    trainer = trainer_of(**options, **ALL_SEE_THE_SAME)
+    loader = DataLoader(Pairs(), batch_size=2)
+    seen = after(module, lambda: trainer.validate(module, loader, ckpt_path=folder, verbose=False))
+    assert module.extra == {"calls": 3}
+    return seen
+
+
+def save_stock(folder: str) -> list[Any]:
+    from tests.distributed.stock import StockOnCPU
+
+    return save(folder, StockOnCPU(stage=3))
+
+
+@pytest.mark.parametrize(("saved_on", "loaded_on"), [(2, 1), (1, 2)])
+def test_another_number_of_ranks_reads_the_same_weights(ranks, tmp_path, saved_on, loaded_on):
+    saved = ranks(saved_on).run(save, str(tmp_path), Zero3FastStrategy())
+    for seen in ranks(loaded_on).run(load, str(tmp_path)):
+        assert same(seen, saved[0])
+
+
+def test_a_checkpoint_of_stock_deepspeed(ranks, tmp_path):
+    saved = ranks(2).run(save_stock, str(tmp_path))
+    assert same(ranks(2).run(load, str(tmp_path))[1], saved[1])
+
+
+def load_wrong(folder: str, change: Any) -> str:
+    with pytest.raises(RuntimeError) as refused:
+        load(folder, change)
+    return str(refused.value)
+
+
+def test_weights_that_are_not_the_modules_are_refused_by_name(ranks, tmp_path):
+    ranks(1).run(save, str(tmp_path), Zero3FastStrategy())
+    (message,) = ranks(1).run(load_wrong, str(tmp_path), ("another", None))
+    assert "missing in the checkpoint: another.weight, another.bias" in message
+    for path in tmp_path.rglob("*optim_states.pt"):
+        path.unlink()
+    (message,) = ranks(1).run(load_wrong, str(tmp_path), ("unused", 1))
+    assert "optim_states.pt is missing" in message
+
+
+def without_frozen(folder: str) -> tuple[bool, list[str]]:
+    import warnings
+
+    save(folder, Zero3FastStrategy(exclude_frozen_parameters=True))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load(folder)
+    return True, [str(each.message) for each in caught if "frozen" in str(each.message)]
+
+
+def test_frozen_parameters_that_were_left_out_are_named(ranks, tmp_path):
+    ((_, (message,)),) = ranks(1).run(without_frozen, str(tmp_path))
+    assert "saved without frozen parameters; 1 stay as they are: net.2.weight." in message
+
+
+def single_file(folder: str, options: dict[str, Any]) -> bool:
+    module = Words()
+    weights = {name: value.clone() for name, value in module.state_dict().items()}
+    loader = DataLoader(Sentences(64), batch_size=2)
+    plain = after(
+        module,
+        lambda: trainer_of(Zero3FastStrategy(load_full_weights=True, **options)).validate(module, loader, verbose=False),
+    )
+    path = f"{folder}/whole.ckpt"
+    if torch.distributed.get_rank() == 0:
+        torch.save({"state_dict": weights, "pytorch-lightning_version": pl.__version__}, path)
+    torch.distributed.barrier()
+    fresh = Words(5)
+    trainer = trainer_of(Zero3FastStrategy(load_full_weights=True, **options))
+    return same(after(fresh, lambda: trainer.validate(fresh, loader, ckpt_path=path, verbose=False)), plain)
+
+
+def test_a_single_file(ranks, tmp_path):
+    assert ranks(2).run(single_file, str(tmp_path), {}) == [True, True]
+
+
+class Speaking(Words):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        # Each rank's sentences have another length, and need another number of forwards.
+        rank = torch.distributed.get_rank()
+        spoken = self.some_odd_name.generate(
+            batch["input_ids"], max_new_tokens=3 + 4 * rank, do_sample=False, use_cache=True
+        )
+        self.seen.append([spoken])
+
+
+def generated(options: dict[str, Any]) -> tuple[bool, list[int]]:
+    loader = DataLoader(Sentences(64), batch_size=2)
+    module, trainer = Speaking(), trainer_of(Zero3FastStrategy(**options), max_steps=2, **ALL_SEE_THE_SAME)
+    plain = build(tiny("mixtral"), 11)
+    ids, rank = next(iter(loader))["input_ids"], torch.distributed.get_rank()
+    expected = plain.generate(ids, max_new_tokens=3 + 4 * rank, do_sample=False)
+    seen = after(module, lambda: trainer.validate(module, loader, verbose=False))
+    untouched = "generate" not in vars(module.some_odd_name)
+    return torch.equal(seen[0][0], expected) and untouched, list(expected.shape)
+
+
+@pytest.mark.parametrize("options", [{}, EP2])
+def test_ranks_generate_sentences_of_unequal_lengths(ranks, options):
+    assert ranks(2).run(generated, options) == [(True, [2, 19]), (True, [2, 23])]
+
+
+def nothing_to_save() -> str:
+    module, trainer = Numbers(), trainer_of()
+    trainer.validate(module, DataLoader(Pairs(), batch_size=2), verbose=False)
+    with pytest.raises(RuntimeError) as refused:
+        trainer.save_checkpoint("nowhere")
+    return str(refused.value)
+
+
+def test_an_evaluation_alone_has_nothing_to_save(ranks):
+    assert "this Trainer has only evaluated" in ranks(1).run(nothing_to_save)[0]
