@@ -145,6 +145,19 @@ class EvaluatingStrategy(DeepSpeedStrategy):
         Raises:
             RuntimeError: This Trainer has no engine with an optimizer (any more).
         """
+        self._require_something_to_save()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """As Lightning's, which asks before it calls :meth:`save_checkpoint`.
+
+        Args:
+            optimizer: An optimizer of this Trainer.
+        """
+        self._require_something_to_save()
+        return super().optimizer_state(optimizer)
+
+    def _require_something_to_save(self) -> None:
         if not hasattr(self.model, "save_checkpoint") or not engine_end.has_optimizer(self.model):
             gone = self.model is not None and engine_end.has_ended(self.model)
             raise RuntimeError(
@@ -154,7 +167,6 @@ class EvaluatingStrategy(DeepSpeedStrategy):
                 else "There is nothing to save here: a sharded checkpoint holds optimizer states, and this Trainer has "
                 "only evaluated this module. Save from the Trainer that has trained it."
             )
-        super().save_checkpoint(checkpoint, filepath, storage_options)
 
 
 def _sizes(config: Any) -> tuple[int | None, int]:

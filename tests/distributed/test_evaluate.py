@@ -195,7 +195,10 @@ class PartlyFrozen(Numbers):
         self.extra = state
 
 
-def save(folder: str, strategy: Any) -> list[Any]:
+def save(folder: str, stock: bool = False, **options: Any) -> list[Any]:
+    from tests.distributed.stock import StockOnCPU
+
+    strategy = StockOnCPU(stage=3) if stock else Zero3FastStrategy(**options)
     module, trainer = PartlyFrozen(), trainer_of(strategy, max_steps=3, **ALL_SEE_THE_SAME)
     trainer.fit(module, DataLoader(Pairs(), batch_size=2))
     trainer.save_checkpoint(folder)
@@ -215,21 +218,15 @@ def load(folder: str, change: Any = None, **options: Any) -> Any:
     return seen
 
 
-def save_stock(folder: str) -> list[Any]:
-    from tests.distributed.stock import StockOnCPU
-
-    return save(folder, StockOnCPU(stage=3))
-
-
 @pytest.mark.parametrize(("saved_on", "loaded_on"), [(2, 1), (1, 2)])
 def test_another_number_of_ranks_reads_the_same_weights(ranks, tmp_path, saved_on, loaded_on):
-    saved = ranks(saved_on).run(save, str(tmp_path), Zero3FastStrategy())
+    saved = ranks(saved_on).run(save, str(tmp_path))
     for seen in ranks(loaded_on).run(load, str(tmp_path)):
         assert same(seen, saved[0])
 
 
 def test_a_checkpoint_of_stock_deepspeed(ranks, tmp_path):
-    saved = ranks(2).run(save_stock, str(tmp_path))
+    saved = ranks(2).run(save, str(tmp_path), True)
     assert same(ranks(2).run(load, str(tmp_path))[1], saved[1])
 
 
@@ -240,7 +237,7 @@ def load_wrong(folder: str, change: Any) -> str:
 
 
 def test_weights_that_are_not_the_modules_are_refused_by_name(ranks, tmp_path):
-    ranks(1).run(save, str(tmp_path), Zero3FastStrategy())
+    ranks(1).run(save, str(tmp_path))
     (message,) = ranks(1).run(load_wrong, str(tmp_path), ("another", None))
     assert "missing in the checkpoint: another.weight, another.bias" in message
     for path in tmp_path.rglob("*optim_states.pt"):
@@ -252,7 +249,7 @@ def test_weights_that_are_not_the_modules_are_refused_by_name(ranks, tmp_path):
 def without_frozen(folder: str) -> tuple[bool, list[str]]:
     import warnings
 
-    save(folder, Zero3FastStrategy(exclude_frozen_parameters=True))
+    save(folder, exclude_frozen_parameters=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         load(folder)
@@ -286,6 +283,10 @@ def test_a_single_file(ranks, tmp_path):
 
 
 class Speaking(Words):
+    def __init__(self) -> None:
+        Language.__init__(self, build(tiny("mixtral"), 11))
+        self.seen: list[Any] = []
+
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         # Each rank's sentences have another length, and need another number of forwards.
         rank = torch.distributed.get_rank()
