@@ -312,6 +312,28 @@ def test_ranks_generate_sentences_of_unequal_lengths(ranks, options):
     assert ranks(2).run(generated, options) == [(True, [2, 19]), (True, [2, 23])]
 
 
+def into_the_training_engine(folder: str) -> None:
+    import deepspeed
+
+    from tests.fits import assert_equal_bits, optimizer_of, tensors_of
+
+    module, trainer = Numbers(), trainer_of(max_steps=3, precision="bf16-mixed")
+    loader = DataLoader(Pairs(), batch_size=2)
+    trainer.fit(module, loader)
+    trainer.save_checkpoint(folder)
+    before = tensors_of(optimizer_of(trainer))
+    with deepspeed.zero.GatheredParameters(list(module.parameters()), modifier_rank=0):
+        for parameter in module.parameters():
+            parameter.data.zero_()
+    assert not any(master.any() for master in tensors_of(optimizer_of(trainer))["masters"])
+    trainer.validate(module, loader, ckpt_path=folder, verbose=False)
+    assert_equal_bits(tensors_of(optimizer_of(trainer)), before)
+
+
+def test_a_checkpoint_that_is_evaluated_after_fit_reaches_masters_too(ranks, tmp_path):
+    ranks(2).run(into_the_training_engine, str(tmp_path))
+
+
 def nothing_to_save() -> str:
     module, trainer = Numbers(), trainer_of()
     trainer.validate(module, DataLoader(Pairs(), batch_size=2), verbose=False)
