@@ -19,6 +19,7 @@ from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
@@ -297,7 +298,11 @@ class Zero3FastStrategy(PeerBatchesStrategy, SteppingStrategy, EvaluatingStrateg
         if target is not None and self.options.router_bias_update_speed is None:
             auxiliary_loss.warn_if_off(target.module, target.path)
         switches = Switches.from_options(self.options)
-        if self.options.verify_parallel:
+        if self.options.verify_parallel and engine_end.engine_of(model) is not None:
+            rank_zero_warn(
+                "verify_parallel: this module's layers are in place already, from an earlier run, so nothing is compared."
+            )
+        elif self.options.verify_parallel:
             verify_parallel(
                 target, split, self.config, self.parallel_layout, local_rank=self._device_index, switches=switches
             )
