@@ -148,9 +148,7 @@ def _cast_partitions(module: nn.Module, config: Mapping[str, Any]) -> None:
             parameter.data = parameter.data.to(wanted)
 
 
-def _settle(
-    engine: Any, target: ExpertParallelTarget | None, split: TensorParallelTarget | None
-) -> None:
+def _settle(engine: Any, target: ExpertParallelTarget | None, split: TensorParallelTarget | None) -> None:
     module = engine.module
     engine_end.free_with_its_module(engine)
     if target is not None:

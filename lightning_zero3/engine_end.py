@@ -23,6 +23,7 @@ _NAME = "_zero3_fast_engine"
 # On an engine that was ended, so that whoever still has it can be told.
 _ENDED = "zero3_fast_ended"
 # Attributes of parameters that say what one engine wants of them.
+_HELD = "_zero3_fast_hooks"
 _OF_AN_ENGINE = ("_z3_optimizer", "comm_dtype")
 _HOLDS_THE_OPTIMIZER = ("optimizer", "basic_optimizer", "client_optimizer", "lr_scheduler", "client_lr_scheduler")
 _HOOKS = (
@@ -95,7 +96,8 @@ def free_with_its_module(engine: Any) -> None:
     Upstream symbols: ``parameter_offload.FWD_MODULE_STACK``, which gets each engine's module at set-up and never loses
     it, and ``PartitionedParameterCoordinator.__params_to_release``, under a ``functools.lru_cache`` of the class, which
     keeps each coordinator that has run a step, by it parameters, by these the optimizer (0.19.7, 0.19.8). Detected by
-    tests of what is freed. Expires when the stack is emptied by ``destroy`` and the cache is the coordinator's own.
+    tests of what is freed. Expires when the stack is emptied by ``destroy`` and the cache is the coordinator's own. A third
+    reason is torch's, see :func:`_hold_hooks_visibly`.
 
     Args:
         engine: An engine that was just built.
@@ -111,12 +113,38 @@ def free_with_its_module(engine: Any) -> None:
     offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
     coordinator = getattr(offload, "param_coordinator", None)
     name = f"_{type(coordinator).__name__}__params_to_release"
+    for parameter in module.parameters():
+        _hold_hooks_visibly(parameter)
     # `instrument_w_nvtx` sets no `__wrapped__`.
     method = getattr(type(coordinator), name, None)
     for cell in getattr(method, "__closure__", None) or ():
         if hasattr(cell.cell_contents, "cache_clear"):
             own = functools.partial(cell.cell_contents.__wrapped__, coordinator)
             setattr(coordinator, name, functools.lru_cache(maxsize=None)(own))
+
+
+def _hold_hooks_visibly(parameter: Any) -> None:
+    """Let a parameter's hooks be held by its dictionary, where Python's collector sees them.
+
+    Upstream symbol: ``Tensor._post_accumulate_grad_hooks`` (torch 2.13): a dict that C++ holds too, by a reference that
+    isn't shown to the collector, so a hook that holds its own parameter keeps it, and whatever else it holds, for ever.
+    All of DeepSpeed's do. Detected by tests of what is freed. Expires when torch shows that reference.
+    """
+    hooks = parameter._post_accumulate_grad_hooks or {}
+    theirs = {key: hook for key, hook in hooks.items() if str(getattr(hook, "__module__", "")).startswith("deepspeed.")}
+    for key, hook in theirs.items():
+        vars(parameter).setdefault(_HELD, []).append(hook)
+        hooks[key] = _by_weak_reference(hook)
+
+
+def _by_weak_reference(hook: Any) -> Any:
+    reference = weakref.ref(hook)
+
+    def call(*arguments: Any) -> Any:
+        held = reference()
+        return None if held is None else held(*arguments)
+
+    return call
 
 
 def end(engine: Any) -> None:
@@ -141,6 +169,9 @@ def end(engine: Any) -> None:
         parameter.ds_persist = False
         for name in _OF_AN_ENGINE:
             vars(parameter).pop(name, None)
+        if _HELD in vars(parameter):
+            # AutoTP's belong to its layers.
+            vars(parameter)[_HELD] = [hook for hook in vars(parameter)[_HELD] if not _is_an_engines(hook)]
     # The user's optimizer; a scheduler keeps it alive. Its moments are this engine's.
     inner = getattr(optimizer, "optimizer", None)
     if isinstance(inner, torch.optim.Optimizer):

@@ -142,7 +142,9 @@ class _Files:
         raise UnfitCheckpointError(f"The optimizer files in {self._folder} don't fit its model files.")
 
     def _flats(self, rank: int) -> list[torch.Tensor]:
-        flats: list[torch.Tensor] = _load(self._path(rank, "optim_states.pt"))["optimizer_state_dict"]["fp32_flat_groups"]
+        flats: list[torch.Tensor] = _load(self._path(rank, "optim_states.pt"))["optimizer_state_dict"][
+            "fp32_flat_groups"
+        ]
         return flats
 
     def _ranks(self, pattern: str, layout: Topology) -> list[int]:
@@ -179,7 +181,12 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _check_names(
-    module: nn.Module, named: dict[str, Any], sources: dict[str, _Source], shared: Any, own: dict[str, Any], strict: bool
+    module: nn.Module,
+    named: dict[str, Any],
+    sources: dict[str, _Source],
+    shared: Any,
+    own: dict[str, Any],
+    strict: bool,
 ) -> None:
     found = {id(named[name]) for name in sources if name in named}
     missing = [name for name, parameter in named.items() if id(parameter) not in found]

@@ -19,7 +19,9 @@ def check():
     del engine
     gc.collect()
     alive = optimizer() is not None, not torch.UntypedStorage._expired(master)
-    return any(alive), f"destroyed, deleted and collected: the optimizer lives: {alive[0]}, its masters' memory: {alive[1]}"
+    return any(
+        alive
+    ), f"destroyed, deleted and collected: the optimizer lives: {alive[0]}, its masters' memory: {alive[1]}"
 
 
 if __name__ == "__main__":

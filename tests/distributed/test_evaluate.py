@@ -132,9 +132,7 @@ def a_life(kind: str, precision: str, options: dict[str, Any], autocast: bool) -
     )
     found["sharded, predict"] = same(after(fresh, lambda: another.predict(fresh, loader, ckpt_path=path)), inside)
     alone = make()
-    found["standalone"] = same(
-        after(alone, lambda: trainer().validate(alone, loader, verbose=False)), before_training
-    )
+    found["standalone"] = same(after(alone, lambda: trainer().validate(alone, loader, verbose=False)), before_training)
     # Weights that are loaded into a training engine reach masters too: the next step starts from them.
     first.validate(module, loader, ckpt_path=f"{folder[0]}/after_test", verbose=False)
     again = trainer()
@@ -267,7 +265,9 @@ def single_file(folder: str, options: dict[str, Any]) -> bool:
     loader = DataLoader(Sentences(64), batch_size=2)
     plain = after(
         module,
-        lambda: trainer_of(Zero3FastStrategy(load_full_weights=True, **options)).validate(module, loader, verbose=False),
+        lambda: trainer_of(Zero3FastStrategy(load_full_weights=True, **options)).validate(
+            module, loader, verbose=False
+        ),
     )
     path = f"{folder}/whole.ckpt"
     if torch.distributed.get_rank() == 0:

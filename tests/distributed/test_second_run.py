@@ -55,7 +55,9 @@ class Storages:
 def strategy(config: dict[str, Any] | None = None, **options: Any) -> Any:
     zero = {"stage": 3, "stage3_param_persistence_threshold": 20, "reduce_bucket_size": 2000}
     config = dict(config or {})
-    return Zero3FastStrategy({**config, "zero_optimization": {**zero, **config.get("zero_optimization", {})}}, **options)
+    return Zero3FastStrategy(
+        {**config, "zero_optimization": {**zero, **config.get("zero_optimization", {})}}, **options
+    )
 
 
 def whole_weights(module: nn.Module) -> dict[str, torch.Tensor]:
