@@ -229,8 +229,8 @@ COMBINATIONS: tuple[Combination, ...] = (
         f"{_D}/test_checkpoint.py::test_checkpoints_load_both_ways_between_ours_and_stock",
     ),
     Combination(
-        "validate, test, predict after fit, by another Trainer, alone, and of a sharded checkpoint in a fresh one; fp32, "
-        "bf16-mixed, bf16-true, autocast; expert and tensor parallelism, alone and together; whole builds and "
+        "validate, test, predict after fit, by another Trainer, alone, and of a sharded checkpoint in a fresh one; "
+        "fp32, bf16-mixed, bf16-true, autocast; expert and tensor parallelism, alone and together; whole builds and "
         "`from_config` in `configure_model`; 1 and 2 ranks",
         "tested",
         "bit for bit the validation inside fit, auxiliary losses included; one case of each in the default suite, the "

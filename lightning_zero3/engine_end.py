@@ -1,8 +1,8 @@
 """The end of an engine: everything that it holds is given back, and nothing of it reaches the next one.
 
-DeepSpeed's ``destroy`` removes some hooks, and leaves the rest to Python's collector. That finds it in use, for ever: a
-list and a cache at the level of DeepSpeed's modules hold the user's module and the engine's coordinator. Both are made
-to hold neither (:func:`free_with_its_module`). While the module lives, the engine's own two hooks on it keep the engine,
+DeepSpeed's ``destroy`` removes some hooks, and leaves the rest to Python's collector. That finds it in use, for ever:
+a list and a cache at the level of DeepSpeed's modules hold the user's module and the engine's coordinator, and torch
+hides what hooks of parameters hold. All three are seen to by :func:`free_with_its_module`. While the module lives, the engine's own two hooks on it keep the engine,
 and each parameter keeps the optimizer (``_z3_optimizer``), with masters, moments and gradients; so do schedulers and
 Trainers. So when a module gets its next engine, the last one's contents are let go one by one (:func:`end`), and what
 still points to it points to a shell.
@@ -210,6 +210,7 @@ def _is_an_engines(hook: Any) -> bool:
 def _release_gathered(module: nn.Module) -> None:
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
+    parameter: Any
     for parameter in module.parameters():
         if getattr(parameter, "ds_status", None) == ZeroParamStatus.AVAILABLE:
             # A pass that an exception has ended leaves its users behind.

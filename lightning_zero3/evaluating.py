@@ -2,8 +2,8 @@
 
 A module's own engine goes on being used where it computes what was asked for: after fit that is the training engine, so
 results are those of a validation inside fit, nothing is built, and a checkpoint can be saved afterwards. Else an engine
-without an optimizer is built, with the layers and the precision of a fit: it holds 2 or 4 bytes per parameter, where one
-for training holds 10 to 20.
+without an optimizer is built, with the layers and the precision of a fit: it holds 2 or 4 bytes per parameter, where
+one for training holds 10 to 20.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class EvaluatingStrategy(DeepSpeedStrategy):
         if asked != made:
             shown = "an engine that isn't zero3_fast's" if made is None else f"an earlier run with {_said(made)}"
             raise SetupError(
-                f"{type(module).__name__}'s layers are shared out by {shown}, and this Trainer has {_said(asked)}. Pass "
-                "the same sizes, or build the module anew and load a checkpoint."
+                f"{type(module).__name__}'s layers are shared out by {shown}, and this Trainer has {_said(asked)}. "
+                "Pass the same sizes, or build the module anew and load a checkpoint."
             )
         return True
 
@@ -115,7 +115,7 @@ class EvaluatingStrategy(DeepSpeedStrategy):
             UnfitCheckpointError: The checkpoint's weights don't belong to this module or this layout of ranks.
             SetupError: It is a Universal Checkpoint.
         """
-        from lightning.pytorch.strategies.deepspeed import _validate_checkpoint_directory
+        from lightning.pytorch.strategies.deepspeed import _validate_checkpoint_directory  # type: ignore[attr-defined]
 
         from lightning_zero3.sharded_weights import load_sharded
 
@@ -127,8 +127,8 @@ class EvaluatingStrategy(DeepSpeedStrategy):
             return super().load_checkpoint(checkpoint_path, weights_only)
         if self.config.get("checkpoint", {}).get("load_universal"):
             raise SetupError(
-                "checkpoint.load_universal is set in the DeepSpeed config: a Universal Checkpoint is loaded by fit only. "
-                "Leave it out and evaluate the sharded checkpoint that it was made of, or validate inside fit."
+                "checkpoint.load_universal is set in the DeepSpeed config: a Universal Checkpoint is loaded by fit "
+                "only. Leave it out and evaluate the sharded checkpoint that it was made of, or validate inside fit."
             )
         _validate_checkpoint_directory(checkpoint_path)
         layout = parallel_layers.topology_of(self.config, self.world_size)
@@ -161,8 +161,8 @@ class EvaluatingStrategy(DeepSpeedStrategy):
         if not hasattr(self.model, "save_checkpoint") or not engine_end.has_optimizer(self.model):
             gone = self.model is not None and engine_end.has_ended(self.model)
             raise RuntimeError(
-                "This Trainer's engine has ended: a later run has taken over its module. Save before that run starts, or "
-                "from the later run's Trainer."
+                "This Trainer's engine has ended: a later run has taken over its module. Save before that run starts, "
+                "or from the later run's Trainer."
                 if gone
                 else "There is nothing to save here: a sharded checkpoint holds optimizer states, and this Trainer has "
                 "only evaluated this module. Save from the Trainer that has trained it."

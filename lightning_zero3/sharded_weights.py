@@ -54,7 +54,7 @@ def load_sharded(module: nn.Module, folder: str | Path, layout: Topology, rank: 
         RuntimeError: With ``strict``: names that only one of both has.
     """
     files = _Files(Path(folder), layout, rank)
-    named = dict(module.named_parameters(remove_duplicate=False))
+    named: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
     shared = files.own.get("shared_params") or {}
     sources = files.sources()
     _check_names(module, named, sources, shared, files.own, strict)
@@ -107,8 +107,8 @@ class _Files:
         parallel = layout.expert_parallel_size > 1 or layout.tensor_parallel_size > 1
         if self._saved != self._here and parallel:
             raise UnfitCheckpointError(
-                f"{folder} was saved by {self._saved} data-parallel ranks, and there are {self._here} here. With expert "
-                "or tensor parallelism their numbers must be equal."
+                f"{folder} was saved by {self._saved} data-parallel ranks, and there are {self._here} here. With "
+                "expert or tensor parallelism their numbers must be equal."
             )
         self._read = [own] if self._saved == self._here else saved
         self.own = _load(self._path(own if self._saved == self._here else 0, "model_states.pt"))

@@ -300,7 +300,7 @@ class Zero3FastStrategy(PeerBatchesStrategy, SteppingStrategy, EvaluatingStrateg
         switches = Switches.from_options(self.options)
         if self.options.verify_parallel and engine_end.engine_of(model) is not None:
             rank_zero_warn(
-                "verify_parallel: this module's layers are in place already, from an earlier run, so nothing is compared."
+                "verify_parallel: this module's layers are in place already, from an earlier run: nothing is compared."
             )
         elif self.options.verify_parallel:
             verify_parallel(

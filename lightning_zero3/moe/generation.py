@@ -28,7 +28,7 @@ def ranks_in_step(root: nn.Module, world_size: int) -> Iterator[None]:
         models, _ = find_models(root, lambda module: hasattr(module, "generate"))
         for _, model in models if world_size > 1 else ():
             if "generate" not in vars(model):
-                model.generate = _in_step(model.generate)  # type: ignore[assignment]
+                model.generate = _in_step(model.generate)
                 scope.callback(delattr, model, "generate")
         yield
 

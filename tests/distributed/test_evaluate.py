@@ -121,11 +121,18 @@ def a_life(kind: str, precision: str, options: dict[str, Any], autocast: bool) -
         "another Trainer, predict": same(after(module, lambda: trainer().predict(module, loader)), inside),
     }
     first.save_checkpoint(f"{folder[0]}/after_test")
-    for name, path in (("sharded", "sharded"), ("saved after test", "after_test")):
-        fresh, path = make(5), f"{folder[0]}/{path}"
-        found[f"{name}, validate"] = same(
-            after(fresh, lambda: trainer().validate(fresh, loader, ckpt_path=path, verbose=False)), inside
-        )
+    path = f"{folder[0]}/sharded"
+    fresh, saved_later = make(5), make(5)
+    found["sharded, validate"] = same(
+        after(fresh, lambda: trainer().validate(fresh, loader, ckpt_path=path, verbose=False)), inside
+    )
+    found["saved after test"] = same(
+        after(
+            saved_later,
+            lambda: trainer().validate(saved_later, loader, ckpt_path=f"{folder[0]}/after_test", verbose=False),
+        ),
+        inside,
+    )
     another = trainer()
     found["sharded, test"] = same(
         after(fresh, lambda: another.test(fresh, loader, ckpt_path=path, verbose=False)), inside
