@@ -116,7 +116,7 @@ def _setting_up(
     target: ExpertParallelTarget | None,
     split: TensorParallelTarget | None,
 ) -> Iterator[None]:
-    """What every engine needs around ``deepspeed.initialize``: nothing of an earlier one, and the layers of this one."""
+    """What every engine needs around ``deepspeed.initialize``: nothing of an earlier one, and its own layers."""
     before = engine_end.engine_of(module)
     if before is not None:
         engine_end.end(before.engine)

@@ -2,10 +2,10 @@
 
 DeepSpeed's ``destroy`` removes some hooks, and leaves the rest to Python's collector. That finds it in use, for ever:
 a list and a cache at the level of DeepSpeed's modules hold the user's module and the engine's coordinator, and torch
-hides what hooks of parameters hold. All three are seen to by :func:`free_with_its_module`. While the module lives, the engine's own two hooks on it keep the engine,
-and each parameter keeps the optimizer (``_z3_optimizer``), with masters, moments and gradients; so do schedulers and
-Trainers. So when a module gets its next engine, the last one's contents are let go one by one (:func:`end`), and what
-still points to it points to a shell.
+hides what hooks of parameters hold. All three are seen to by :func:`free_with_its_module`. While the module lives, the
+engine's own two hooks on it keep the engine, and each parameter keeps the optimizer (``_z3_optimizer``), with masters,
+moments and gradients; so do schedulers and Trainers. So when a module gets its next engine, the last one's contents are
+let go one by one (:func:`end`), and what still points to it points to a shell.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def free_with_its_module(engine: Any) -> None:
     Upstream symbols: ``parameter_offload.FWD_MODULE_STACK``, which gets each engine's module at set-up and never loses
     it, and ``PartitionedParameterCoordinator.__params_to_release``, under a ``functools.lru_cache`` of the class, which
     keeps each coordinator that has run a step, by it parameters, by these the optimizer (0.19.7, 0.19.8). Detected by
-    tests of what is freed. Expires when the stack is emptied by ``destroy`` and the cache is the coordinator's own. A third
-    reason is torch's, see :func:`_hold_hooks_visibly`.
+    tests of what is freed. Expires when the stack is emptied by ``destroy`` and the cache is the coordinator's own. A
+    third reason is torch's, see :func:`_hold_hooks_visibly`.
 
     Args:
         engine: An engine that was just built.
