@@ -228,16 +228,37 @@ COMBINATIONS: tuple[Combination, ...] = (
         f"{_D}/test_checkpoint.py::test_checkpoints_load_both_ways_between_ours_and_stock",
     ),
     Combination(
-        "validate, predict after fit",
+        "validate, test, predict after fit, by another Trainer, alone, and of a sharded checkpoint in a fresh one; "
+        "fp32, bf16-mixed, bf16-true, autocast; expert and tensor parallelism, alone and together; whole builds and "
+        "`from_config` in `configure_model`; 1 and 2 ranks",
         "tested",
-        "",
-        f"{_D}/test_capabilities.py::test_validation_and_prediction_after_fit_compute_as_in_fit",
+        "bit for bit the validation inside fit, auxiliary losses included; one case of each in the default suite, the "
+        "rest with `-m slow`",
+        f"{_D}/test_evaluate.py::test_an_evaluation_gives_the_bits_of_the_one_inside_fit",
     ),
     Combination(
-        "validate, test, predict outside of fit with expert parallelism",
+        "evaluating a sharded checkpoint of another number of ranks (2 on 1, 1 on 2)",
+        "tested",
+        "the same bits; refused with expert or tensor parallelism",
+        f"{_D}/test_evaluate.py::test_another_number_of_ranks_reads_the_same_weights",
+    ),
+    Combination(
+        "`model.generate` in validation with sentences of unequal lengths on 2 ranks, expert parallelism too",
+        "tested",
+        "the tokens of the whole model; `synced_gpus` is set",
+        f"{_D}/test_evaluate.py::test_ranks_generate_sentences_of_unequal_lengths",
+    ),
+    Combination(
+        "a second fit of a module, by another Trainer",
+        "tested",
+        "bit for bit a fit of a new module with these weights; the first engine's memory is free",
+        f"{_D}/test_second_run.py::test_a_second_fit_goes_on_from_the_weights_and_the_first_gives_its_memory_back",
+    ),
+    Combination(
+        "a second fit of a module with other parallel sizes",
         "refused",
         "",
-        "tests/unit/test_strategy.py::test_an_evaluation_outside_of_fit_with_expert_parallelism",
+        f"{_D}/test_second_run.py::test_layers_that_are_shared_out_otherwise_are_refused",
     ),
     Combination(
         "torch autocast with a 16-bit precision",

@@ -161,10 +161,13 @@ def settle_trainer_values(config: MutableMapping[str, Any]) -> None:
 def inference_config(config: Mapping[str, Any]) -> Config:
     """The part of a training config that an engine for validate, test or predict needs.
 
-    Upstream: ``DeepSpeedStrategy._initialize_deepspeed_inference`` builds the same, but drops ``torch_autocast``.
+    Upstream: ``DeepSpeedStrategy._initialize_deepspeed_inference`` builds the same, but drops ``torch_autocast``, the
+    sections of expert and tensor parallelism, and how buffers are kept.
     """
-    kept = ("fp16", "bf16", "torch_autocast", "zero_allow_untested_optimizer", _ZERO)
-    return {"train_micro_batch_size_per_gpu": 1, **copy.deepcopy({k: config[k] for k in kept if k in config})}
+    kept = ("fp16", "bf16", "torch_autocast", "data_types", "zero_allow_untested_optimizer", _ZERO)
+    parallel = ("expert_parallel", "tensor_parallel", "use_data_before_expert_parallelism")
+    found = copy.deepcopy({name: config[name] for name in (*kept, *parallel) if name in config})
+    return {"train_micro_batch_size_per_gpu": 1, **found}
 
 
 def expert_parallel_section(config: Mapping[str, Any]) -> Config | None:

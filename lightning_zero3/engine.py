@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,9 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
+from lightning_zero3 import engine_end
 from lightning_zero3.capabilities import TIMERS_IN_EVERY_STEP, parts_to_leave_out
+from lightning_zero3.ds_config import inference_config
 from lightning_zero3.flops import flops_or_reason
 from lightning_zero3.metrics import engine_timers
 from lightning_zero3.moe import tensor_parallel
@@ -86,12 +88,7 @@ def build_training_engine(
         scope.enter_context(substituted(stage3, "DeepSpeedZeroOptimizer_Stage3", ours))
         init = partition_parameters.InsertPostInitMethodToModuleSubClasses
         scope.enter_context(substituted(init, "_set_dtype", _given_dtype_first(init._set_dtype)))
-        if target is not None:
-            scope.enter_context(auto_ep_on(target))
-        tensor_parallel.forget_other_layouts(config["tensor_parallel"]["autotp_size"] if split is not None else 1)
-        if split is not None:
-            tensor_parallel.start_alike(module)
-            scope.enter_context(tensor_parallel.auto_tp_on(split))
+        scope.enter_context(_setting_up(module, config, target, split))
         if not print_timers:
             scope.enter_context(substituted(deepspeed.utils.timer, "print_dist", lambda *_, **__: None))
         timers_wait = not print_timers and TIMERS_IN_EVERY_STEP.present()
@@ -114,24 +111,70 @@ def build_training_engine(
             f"DeepSpeed built its own {type(built).__name__} instead of FastStage3Optimizer, so the switches of "
             "zero3_fast have no effect in this run: this configuration, or this DeepSpeed, has another Stage-3 path."
         )
-    if target is not None:
-        if not already_replaced(module):
-            raise NoMoELayerError(f"AutoEP replaced no layer of {target.path or type(module).__name__}.")
-        keep_eager(module)
+    _settle(engine, target, split)
     if leaf_modules:
         watch_leaf_calls(module)
-    if split is not None:
-        if not tensor_parallel.sharded_layers(module):
-            raise tensor_parallel.NoShardedLayerError(
-                f"AutoTP split no layer of {split.path or type(module).__name__}."
-            )
-        _settle_tensor_parallel(engine)
+    engine_end.remember(module, engine_end.BuiltEngine(engine, inference_config(config), target, split))
     if timers_wait:
         engine_timers.read_at_steps_end(engine)
     elif not print_timers:
         _silence_timer_lines(engine)
     engine.model_flops = model_flops
     return engine, built
+
+
+@contextmanager
+def _setting_up(
+    module: nn.Module,
+    config: Mapping[str, Any],
+    target: ExpertParallelTarget | None,
+    split: TensorParallelTarget | None,
+) -> Iterator[None]:
+    """What every engine needs around ``deepspeed.initialize``: nothing of an earlier one, and its own layers."""
+    before = engine_end.engine_of(module)
+    if before is not None:
+        engine_end.end(before.engine)
+    engine_end.remove_engine_hooks(module)
+    _cast_partitions(module, config)
+    engine_end.forget_what_engines_leave(config)
+    with ExitStack() as scope:
+        if target is not None:
+            scope.enter_context(auto_ep_on(target))
+        tensor_parallel.forget_other_layouts(config["tensor_parallel"]["autotp_size"] if split is not None else 1)
+        if split is not None:
+            if not tensor_parallel.already_split(module):
+                tensor_parallel.start_alike(module)
+            scope.enter_context(tensor_parallel.auto_tp_on(split))
+        yield
+
+
+@torch.no_grad()
+def _cast_partitions(module: nn.Module, config: Mapping[str, Any]) -> None:
+    """Give weights that an earlier engine has partitioned this run's dtype; DeepSpeed casts whole weights only."""
+    if engine_end.engine_of(module) is None:
+        return
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    wanted = next((dtype for name, dtype in dtypes.items() if config.get(name, {}).get("enabled")), torch.float32)
+    for parameter in module.parameters():
+        partition = getattr(parameter, "ds_tensor", None)
+        if partition is not None and partition.is_floating_point() and partition.dtype != wanted:
+            partition.data = partition.data.to(wanted)
+            parameter.data = parameter.data.to(wanted)
+
+
+def _settle(engine: Any, target: ExpertParallelTarget | None, split: TensorParallelTarget | None) -> None:
+    module = engine.module
+    engine_end.free_with_its_module(engine)
+    if target is not None:
+        if not already_replaced(module):
+            raise NoMoELayerError(f"AutoEP replaced no layer of {target.path or type(module).__name__}.")
+        keep_eager(module)
+    if split is not None:
+        if not tensor_parallel.sharded_layers(module):
+            raise tensor_parallel.NoShardedLayerError(
+                f"AutoTP split no layer of {split.path or type(module).__name__}."
+            )
+        _settle_tensor_parallel(engine)
 
 
 def _given_dtype_first(upstream: Callable[..., None]) -> Callable[..., None]:
@@ -176,27 +219,40 @@ def _switches_that_apply(switches: Switches, upstream: type[Any]) -> Switches:
     return replace(switches, **dict.fromkeys(left_out, False))
 
 
-def build_inference_engine(module: nn.Module, *, config: Mapping[str, Any], local_rank: int) -> DeepSpeedEngine:
+def build_inference_engine(
+    module: nn.Module,
+    *,
+    config: Mapping[str, Any],
+    local_rank: int,
+    target: ExpertParallelTarget | None = None,
+    split: TensorParallelTarget | None = None,
+) -> DeepSpeedEngine:
     """Run ``deepspeed.initialize`` without an optimizer, for validate, test and predict.
+
+    It holds partitioned weights, and neither masters nor moments nor gradients.
 
     Args:
         module: The module to evaluate.
         config: A config from :func:`lightning_zero3.ds_config.inference_config`.
         local_rank: This process's device index.
+        target: The model for AutoEP, or None.
+        split: The model for AutoTP, or None.
     """
     import deepspeed
 
     _see_to_experts_in_lists(module, config, leaf_modules=True)
-    tensor_parallel.forget_other_layouts(1)
-    engine, _, _, _ = deepspeed.initialize(
-        args=argparse.Namespace(device_rank=local_rank),
-        config=dict(config),
-        model=module,
-        model_parameters=[],
-        optimizer=None,
-        lr_scheduler=None,
-        dist_init_required=False,
-    )
+    with _setting_up(module, config, target, split):
+        engine, _, _, _ = deepspeed.initialize(
+            args=argparse.Namespace(device_rank=local_rank),
+            config=dict(config),
+            model=module,
+            model_parameters=[],
+            optimizer=None,
+            lr_scheduler=None,
+            dist_init_required=False,
+        )
+    _settle(engine, target, split)
+    engine_end.remember(module, engine_end.BuiltEngine(engine, inference_config(config), target, split))
     return engine
 
 

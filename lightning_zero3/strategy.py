@@ -19,6 +19,7 @@ from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
@@ -26,6 +27,7 @@ from lightning_zero3 import (
     build_locks,
     cpu_ops,
     ds_config,
+    engine_end,
     group_timeouts,
     loaders,
     precision,
@@ -35,7 +37,8 @@ from lightning_zero3 import (
 )
 from lightning_zero3.checkpoint import load_consolidated
 from lightning_zero3.config import ConfigConflictError, Zero3Options
-from lightning_zero3.moe import auxiliary_loss, expert_parallel, parallel_layers, tensor_parallel
+from lightning_zero3.evaluating import EvaluatingStrategy
+from lightning_zero3.moe import auxiliary_loss, expert_parallel, parallel_layers
 from lightning_zero3.moe.build import meta_tensors, refuse_meta_tensors
 from lightning_zero3.moe.peer_batches import PeerBatchesStrategy
 from lightning_zero3.moe.sharded_build import sharded_build
@@ -47,7 +50,7 @@ from lightning_zero3.substitution import substituted
 DEPRECATED_CALLS = r"`torch\.distributed\.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated"
 
 
-class Zero3FastStrategy(PeerBatchesStrategy, SteppingStrategy):
+class Zero3FastStrategy(PeerBatchesStrategy, SteppingStrategy, EvaluatingStrategy):
     """ZeRO Stage 3 with a faster, leaner optimizer step, and expert parallelism for Hugging Face MoE models.
 
     A drop-in for ``Trainer(strategy="deepspeed_stage_3")``: registered as ``"zero3_fast"``, and as
@@ -211,8 +214,11 @@ class Zero3FastStrategy(PeerBatchesStrategy, SteppingStrategy):
         self._engine().reload_states(non_blocking=non_blocking)
 
     def _engine(self) -> Any:
-        if not hasattr(self.model, "offload_states"):
-            raise RuntimeError("There is no DeepSpeed engine yet, so no states to move: call this during or after fit.")
+        if not hasattr(self.model, "offload_states") or not engine_end.has_optimizer(self.model):
+            raise RuntimeError(
+                "There is no DeepSpeed engine with an optimizer here, so no states to move: call this during or after "
+                "fit, and before another run takes the module over."
+            )
         return self.model
 
     def setup_environment(self) -> None:
@@ -223,8 +229,7 @@ class Zero3FastStrategy(PeerBatchesStrategy, SteppingStrategy):
             ValueError: A parallel size doesn't fit ranks, experts, heads or widths, or there is no layer to share.
             RuntimeError: The accelerator isn't supported, or isn't the one that DeepSpeed was imported for.
             UnsupportedFeatureError: A callback, a hook or a setting of the Trainer can't work with partitioned weights.
-            NotImplementedError: Expert or tensor parallelism in an evaluation outside of fit, or in a second fit of a
-                module.
+            SetupError: The module's layers are shared out in another way, by an earlier run.
         """
         self._check_accelerator()
         refusals.check(self.lightning_module, self.world_size, self.options.stock_semantics)
@@ -280,6 +285,7 @@ class Zero3FastStrategy(PeerBatchesStrategy, SteppingStrategy):
             return
         self._init_config_if_needed()
         assert isinstance(self.config, dict)
+        engine_end.forget_what_engines_leave(self.config)
         with sharded_build(self.config, self.remote_device):
             yield
 
@@ -291,11 +297,15 @@ class Zero3FastStrategy(PeerBatchesStrategy, SteppingStrategy):
 
         assert isinstance(self.config, dict)
         refuse_meta_tensors(model)
-        target, split, config = parallel_layers.targets(model, self.config, self.world_size)
+        target, split, config = self._layers_for(model)
         if target is not None and self.options.router_bias_update_speed is None:
             auxiliary_loss.warn_if_off(target.module, target.path)
         switches = Switches.from_options(self.options)
-        if self.options.verify_parallel:
+        if self.options.verify_parallel and engine_end.engine_of(model) is not None:
+            rank_zero_warn(
+                "verify_parallel: this module's layers are in place already, from an earlier run: nothing is compared."
+            )
+        elif self.options.verify_parallel:
             verify_parallel(
                 target, split, self.config, self.parallel_layout, local_rank=self._device_index, switches=switches
             )
@@ -331,22 +341,6 @@ class Zero3FastStrategy(PeerBatchesStrategy, SteppingStrategy):
             return
         assert self.lightning_module is not None
         load_consolidated(self.lightning_module, ckpt["state_dict"], strict)
-
-    def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
-        from lightning.pytorch.strategies.deepspeed import remove_module_hooks
-
-        from lightning_zero3.engine import build_inference_engine
-
-        assert isinstance(self.config, dict)
-        remove_module_hooks(model)
-        self.model = build_inference_engine(
-            model, config=ds_config.inference_config(self.config), local_rank=self._device_index
-        )
-
-    @property
-    def _device_index(self) -> int:
-        """The GPU's index; a CPU has none, and DeepSpeed's engine wants a number all the same."""
-        return self.local_rank if self.root_device.index is None else self.root_device.index
 
     def _check_accelerator(self) -> None:
         if not isinstance(self.accelerator, CUDAAccelerator | CPUAccelerator):
@@ -385,19 +379,8 @@ class Zero3FastStrategy(PeerBatchesStrategy, SteppingStrategy):
         module = self.lightning_module
         if self.options.verify_parallel and (module is None or module.trainer.state.fn == TrainerFn.FITTING):
             parallel_layers.refuse_nothing_to_verify(self.config)
-        if (experts is None and tensors is None) or module is None:
+        if module is None or self._check_layers_of_an_earlier_engine(module) or (experts is None and tensors is None):
             return
-        asked = "expert_parallel_size" if experts is not None else "tensor_parallel_size"
-        if module.trainer.state.fn != TrainerFn.FITTING:
-            raise NotImplementedError(
-                f"validate, test and predict outside of fit don't support {asked} yet. Validate inside "
-                "fit, by passing val_dataloaders to it."
-            )
-        if expert_parallel.already_replaced(module) or tensor_parallel.already_split(module):
-            raise NotImplementedError(
-                f"This LightningModule's {'MoE ' if experts is not None else ''}layers belong to the engine of an "
-                f"earlier fit. Build it anew for another fit with {asked}."
-            )
         topology = parallel_layers.topology_of(self.config, self.world_size)
         if expert_parallel.holds_a_model(module) or not is_overridden("configure_model", module, LightningModule):
             parallel_layers.targets(module, self.config, self.world_size)

@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import distributed, nn
 
+from lightning_zero3 import engine_end
 from lightning_zero3.config import SetupError
 from lightning_zero3.engine import build_training_engine
 from lightning_zero3.moe import parallel_layers, verify
@@ -172,7 +173,7 @@ class _Copy:
         try:
             yield engine, model, settings
         finally:
-            _destroy(engine, root)
+            engine_end.end(engine)
 
     def _seed(self) -> int:
         """Where ranks that begin with different values must end with rank 0's, they begin with different ones."""
@@ -256,21 +257,6 @@ def _groups_of_their_own() -> Iterator[None]:
 
 
 _GROUPS = ("mpu", "mesh_device", "expert_tensor_parallel_world_size")
-
-
-def _destroy(engine: Any, root: nn.Module) -> None:
-    """Destroy an engine, and what is still held by what it has left behind.
-
-    Upstream symbol: ``DeepSpeedZeroOptimizer_Stage3`` (0.19.8), which hooks on autograd's own nodes keep alive after
-    ``destroy``, where Python's collector can't see them; with it live its buffers. Detected by a test that counts
-    bytes. Expires when ``destroy`` removes all hooks.
-    """
-    optimizer, parameters = engine.optimizer, list(root.parameters())
-    engine.destroy()
-    vars(optimizer).clear()
-    for parameter in parameters:
-        parameter.grad = None
-        vars(parameter).clear()
 
 
 def _give_back_memory() -> None:

@@ -220,7 +220,8 @@ def keep_eager(root: nn.Module) -> None:
         root: A module whose layers AutoEP has replaced.
     """
     for layer in _layers(root):
-        layer.forward = torch.compiler.disable(layer.forward)
+        if "forward" not in vars(layer):
+            layer.forward = torch.compiler.disable(layer.forward)
 
 
 @contextmanager
@@ -243,7 +244,9 @@ def auto_ep_on(target: ExpertParallelTarget) -> Iterator[None]:
             super().__init__(target.module, config)
 
         def ep_parser(self) -> list[Any]:
-            """The layers to replace, recorded as Transformers records its own."""
+            """The layers to replace, recorded as Transformers records its own; none in a module that has been here."""
+            if already_replaced(target.module):
+                return []
             return as_transformers_records(super().ep_parser(), target.module)
 
         def replace_moe_layers(self, specs: list[Any], *arguments: Any, **named: Any) -> Any:

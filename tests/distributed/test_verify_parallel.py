@@ -212,7 +212,7 @@ def left_behind(options: dict[str, Any]) -> None:
     gc.unfreeze()
     with substituted(verify_parallel, "verify_parallel", watched):
         fit(Language(build(tiny("glm"))), Sentences(64), Zero3FastStrategy(verify_parallel=True, **options), steps=1)
-    # What autograd's hooks hold on to (see verify_parallel._destroy): less than a thousand bytes, of a megabyte.
+    # Of a megabyte.
     assert seen[2][0] - seen[1][0] < 1000, seen
     assert seen[2][1] == seen[1][1], seen
 

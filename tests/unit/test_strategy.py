@@ -229,15 +229,6 @@ def test_no_hugging_face_model():
     assert "Regression holds no Hugging Face model" in message
 
 
-def test_an_evaluation_outside_of_fit_with_expert_parallelism():
-    module, data = language()
-    module.test_step = module.training_step
-    trainer = trainer_for(Zero3FastStrategy(expert_parallel_size=1))
-    with pytest.raises(NotImplementedError, match="Validate inside fit"):
-        trainer.test(module, DataLoader(data, batch_size=2))
-    assert not torch.distributed.is_initialized()
-
-
 @pytest.mark.usefixtures("world_of_two")
 def test_tensor_parallel_sizes_that_fit_nothing():
     module, data = language()
@@ -267,12 +258,12 @@ def test_a_tensor_parallel_size_is_checked_before_a_model_is_built():
 
 
 @pytest.mark.usefixtures("world_of_two")
-def test_an_evaluation_outside_of_fit_with_tensor_parallelism():
+@pytest.mark.parametrize("options", [{"tensor_parallel_size": 4}, {"expert_parallel_size": 4}])
+def test_sizes_are_checked_before_an_evaluation_too(options):
     module, data = language(num_key_value_heads=2)
     module.test_step = module.training_step
-    trainer = trainer_for(Zero3FastStrategy(tensor_parallel_size=2), devices=2)
-    with pytest.raises(NotImplementedError, match=r"outside of fit don't support tensor_parallel_size yet"):
-        trainer.test(module, DataLoader(data, batch_size=2))
+    with pytest.raises(ValueError, match=r"=4 doesn't divide the 2 ranks"):
+        trainer_for(Zero3FastStrategy(**options), devices=2).test(module, DataLoader(data, batch_size=2))
     assert not torch.distributed.is_initialized()
 
 
