@@ -38,9 +38,13 @@ class Tool:
 
 def compiler() -> Tool:
     """The C++ compiler that torch would use (``CXX``, else ``c++``), tried on a program of one line."""
-    command = shlex.split(os.environ.get("CXX") or "c++")
-    path = shutil.which(command[0])
     remedy = "install one (apt-get install g++, or conda install gxx) or set CXX to its path"
+    said = os.environ.get("CXX", "")
+    try:
+        command = shlex.split(said) or ["c++"]
+    except ValueError as error:
+        return Tool("C++ compiler", None, "", f"CXX is {said!r}: {error}", remedy)
+    path = shutil.which(command[0])
     if path is None:
         return Tool("C++ compiler", None, "", f"no {command[0]} in PATH", remedy)
     with tempfile.TemporaryDirectory() as folder:

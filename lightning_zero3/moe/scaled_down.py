@@ -28,6 +28,8 @@ _WINDOW = 4
 # A copy with more parameters than this has a width that isn't known here.
 _MOST_PARAMETERS = 50_000_000
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+# Attributes of modules: PyTorch's, and what a copy has of its own.
+_MAY_CHANGE = ("training", "initializer_range", "router_aux_loss_coef")
 _TO_WIDTH = (
     "head_dim",
     "index_head_dim",
@@ -40,7 +42,8 @@ _TO_WIDTH = (
     "v_head_dim",
 )
 
-Kind = tuple[frozenset[tuple[str, str]], tuple[Any, ...]]
+# Modules' classes, what MoE blocks do with their tokens, what the config says of the layer.
+Kind = tuple[frozenset[tuple[str, str]], frozenset[tuple[str, bool | float]], tuple[Any, ...]]
 
 
 class UnscalableModelError(SetupError):
@@ -149,7 +152,7 @@ def _router_weights(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _kinds(model: nn.Module, config: Any) -> list[Kind]:
-    """Of each layer: the classes of its modules by name, and what the config says of it in lists over layers."""
+    """Of each layer: its modules' classes by name, its MoE blocks' settings, what the config's lists say of it."""
     number = config.num_hidden_layers
     layers = next((m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == number), ())
     said = [values for _, values in _lists_over_layers(config)]
@@ -159,10 +162,26 @@ def _kinds(model: nn.Module, config: Any) -> list[Kind]:
                 (re.sub(r"\d+", "N", path), f"{type(module).__module__}.{type(module).__qualname__}")
                 for path, module in layer.named_modules()
             ),
+            frozenset(_settings_of_experts(layer)),
             tuple(values[index] for values in said),
         )
         for index, layer in enumerate(layers)
     ]
+
+
+def _settings_of_experts(layer: nn.Module) -> Iterator[tuple[str, bool | float]]:
+    """What modules of a layer's MoE blocks keep of the config, as far as a small copy has the same.
+
+    AutoEP reads the config. A module that was changed afterwards does something else, which a copy can't show.
+    """
+    for path, block in layer.named_modules():
+        if not isinstance(getattr(block, "experts", None), nn.Module):
+            continue
+        for inner, module in block.named_modules():
+            for name, value in vars(module).items():
+                stays = isinstance(value, bool | float) or (name == "top_k" and isinstance(value, int))
+                if stays and name not in _MAY_CHANGE and not name.startswith(("_", "ds_")) and "dropout" not in name:
+                    yield re.sub(r"\d+", "N", ".".join(filter(None, (path, inner, name)))), value
 
 
 def _last_index(kinds: list[Kind], kind: Kind) -> int:
@@ -187,7 +206,11 @@ def _difference(wanted: Kind, found: Kind | None) -> str:
     if changed:
         path, kind = changed[0]
         return f"{path or 'the layer itself'} is {'no' if (path, kind) in found[0] else 'a'} {kind} in the model"
-    return f"the config says {found[1]!r} of it instead of {wanted[1]!r}"
+    changed = sorted(wanted[1] - found[1])
+    if changed:
+        name, value = changed[0]
+        return f"{name} is {value!r} in the model, and {dict(found[1]).get(name, 'nothing')} by its config"
+    return f"the config says {found[2]!r} of it instead of {wanted[2]!r}"
 
 
 def _narrow(config: Any, layout: Topology) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json as json_format
+import os
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -52,8 +54,8 @@ def plan(
     micro_batch_size: int | None = None,
     recompute_activations: bool | None = None,
     loss_tiles: int | None = None,
-    offload_optimizer: bool = False,
-    offload_parameters: bool = False,
+    offload_optimizer: bool | None = None,
+    offload_parameters: bool | None = None,
     optimizer: Optimizer | None = None,
     sub_group_size: int | None = None,
     reduce_bucket_size: int = 500_000_000,
@@ -89,8 +91,8 @@ def plan(
         micro_batch_size: Samples of one micro-step on one data-parallel rank (the recipe's; else 1).
         recompute_activations: Layers are computed again in backward (the recipe's; else true).
         loss_tiles: Pieces in which logits and loss are computed (the recipe's; else 1).
-        offload_optimizer: Masters and moments are on the host.
-        offload_parameters: Weights are on the host.
+        offload_optimizer: Masters and moments are on the host (else false).
+        offload_parameters: Weights are on the host (else false).
         optimizer: deepspeed: AdamW named in the DeepSpeed config. torch: one that the module makes (the recipe's; else
             deepspeed).
         sub_group_size: Elements of a rank's share after which a sub-group ends (the recipe's; else 10^9, as DeepSpeed).
@@ -123,8 +125,10 @@ def plan(
         raise SetupError("--chart has no effect without --sweep.")
     if sweep and max:
         raise SetupError("--sweep and --max: one of them; --max is of one combination.")
+    if chart is not None:
+        _require_drawable(Path(chart))  # at once, and not when a sweep's minutes are over
     if sweep:
-        found = swept(setup, device, fixed=frozenset(name for name in given if given[name] is not False))
+        found = swept(setup, device, fixed=frozenset(given))
         if chart is not None:
             from lightning_zero3.plan.charts import draw_sweep  # matplotlib is no dependency of training
 
@@ -151,6 +155,16 @@ def setup_of_recipe(recipe: str, **given: Any) -> Setup:
         SetupError: There is no such recipe, or a value can't be.
     """
     return Setup(**{"recipe": recipe, **_defaults(recipe), **given})
+
+
+def _require_drawable(chart: Path) -> None:
+    """Refuse a file that can't be drawn in."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise SetupError(f"--chart {chart} needs matplotlib: pip install matplotlib")
+    if chart.suffix.lower() != ".png":
+        raise SetupError(f"--chart {chart}: a file whose name ends in .png.")
+    if chart.is_dir() or not os.access(chart if chart.exists() else chart.parent, os.W_OK):
+        raise SetupError(f"--chart {chart} can't be written: a file in a folder that exists and can be written to.")
 
 
 def _of_a_setup() -> frozenset[str]:

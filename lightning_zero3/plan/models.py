@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning_zero3.config import SetupError
 from lightning_zero3.plan.settings import Setup
+from lightning_zero3.plan.shape import shape_of
 from lightning_zero3.recipe_files import load_recipe
 
 # Far beyond any model; a module is built for every layer.
@@ -122,12 +123,19 @@ def _require_fields(config: Any, fields: dict[str, Any], where: Path) -> None:
     """Refuse a config whose sizes would be Transformers' defaults, or can't be."""
     for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
         if not hasattr(config, name):
-            continue
+            raise SetupError(f"{where}: a {config.model_type!r} has no {name}; only models with attention are planned.")
         if name not in fields and config.attribute_map.get(name) not in fields:
             raise SetupError(f"{where} doesn't say {name}.")
         value = getattr(config, name)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST[name]:
             raise SetupError(f"{where}: {name} is {value!r}; a whole number from 1 to {_MOST[name]:,} is expected.")
+    try:
+        shape = shape_of(config)
+    except (TypeError, ValueError) as error:  # a list, say, where most models have one number
+        raise SetupError(f"{where}: its sizes can't be read: {one_line(error)}.") from error
+    # Not every model names the number that a token sees as most do; it is 0 here then.
+    if not 0 <= shape.experts_per_token <= shape.experts and shape.experts:
+        raise SetupError(f"{where}: {shape.experts_per_token} of {shape.experts} experts can't see a token.")
 
 
 def _class_for(config: Any, where: str) -> type[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
@@ -73,11 +74,21 @@ def _fits(report: dict[str, Any], out: Console) -> None:
     said = f"leaves {room:.1f} GiB" if report["fits"] else f"doesn't fit, by {-room:.1f} GiB"
     out.print(f"{total:.1f} GiB of the {report['gpu_gib']} of an {gpu}: {said}.", highlight=False)
     if "longest_sequence_length" in report:
-        longest = report["longest_sequence_length"]
-        out.print(
-            "No sequence length fits." if longest is None else f"The longest that fits: {longest:,} tokens.",
-            highlight=False,
-        )
+        out.print(_longest(report["longest_sequence_length"], report["memory_by_sequence_length"]), highlight=False)
+
+
+def _longest(longest: int | None, tried: Mapping[str, float]) -> str:
+    """What was found; at either end of what was tried it is no bound.
+
+    >>> _longest(1024, {"1024": 1.0}), _longest(None, {"1024": 1.0})
+    ('All that was tried fits, up to 1,024 tokens.', "The shortest that was tried, 1,024 tokens, doesn't fit.")
+    """
+    lengths = sorted(map(int, tried))
+    if longest is None:
+        return f"The shortest that was tried, {lengths[0]:,} tokens, doesn't fit."
+    if longest == lengths[-1]:
+        return f"All that was tried fits, up to {longest:,} tokens."
+    return f"The longest that fits: {longest:,} tokens."
 
 
 def _sent(report: dict[str, Any]) -> Table:

@@ -41,6 +41,7 @@ _SAME = (
     "precision",
     "bf16_masters",
     "tensor_parallel_size",
+    "router_bias_update_speed",
     "seed",
 )
 
@@ -70,7 +71,7 @@ def identity(settings: Settings, *, recipe: str, ranks: int, expert_parallel_siz
         recipe: What the model is called.
         ranks: The number of ranks.
         expert_parallel_size: The one that is used.
-        data: The description of the tokens.
+        data: The description of the tokens, with their fingerprint.
     """
     chosen = {name: getattr(settings, name) for name in _SAME}
     return {"recipe": recipe, "ranks": ranks, "expert_parallel_size": expert_parallel_size, "data": data, **chosen}

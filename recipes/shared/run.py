@@ -69,7 +69,11 @@ def train(recipe: Recipe, settings: Settings) -> Path:
     stream, samples = preflight.check_data(settings, config, ranks)
     entropy = unigram_entropy(stream.tokens)
     made_by = checkpoints.identity(
-        settings, recipe=recipe.name, ranks=ranks, expert_parallel_size=experts, data=stream.description
+        settings,
+        recipe=recipe.name,
+        ranks=ranks,
+        expert_parallel_size=experts,
+        data=f"{stream.description} (digest {stream.fingerprint()})",
     )
     resumed = checkpoints.to_resume(settings, made_by)
 

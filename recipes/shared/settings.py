@@ -1,6 +1,7 @@
 """Every option of every recipe, declared once: a recipe's sizes are values of this class, and so is a command line."""
 
 # Annotations stay objects here: a parser can then read them wherever this module was loaded from.
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -28,6 +29,8 @@ _AT_LEAST_ONE = (
     "keep",
     "timeout_seconds",
 )
+# NumPy's largest seed; a year.
+_AT_MOST = {"seed": 2**32 - 1, "timeout_seconds": 366 * 24 * 3600}
 _NOT_NEGATIVE = ("learning_rate", "weight_decay", "warmup_steps", "seed")
 
 
@@ -123,8 +126,11 @@ class Settings(Zero3Options):
             if value is not None and value < 1:
                 raise SetupError(f"--{name} {value}: 1 or more.")
         for name in _NOT_NEGATIVE:
-            if getattr(self, name) < 0:
+            if not 0 <= getattr(self, name) < math.inf:
                 raise SetupError(f"--{name} {getattr(self, name)}: 0 or more.")
+        for name, most in _AT_MOST.items():
+            if getattr(self, name) > most:
+                raise SetupError(f"--{name} {getattr(self, name)}: at most {most:,}.")
         if self.sequence_length < 2:
             raise SetupError(f"--sequence_length {self.sequence_length}: predicting a next token takes at least 2.")
         if self.loss_tiles > self.sequence_length:

@@ -354,6 +354,16 @@ class TestTokenizer:
         with pytest.raises(ValueError, match="some: token id 5 is beyond the vocabulary of 5"):
             TokenStream(np.array([1, 5], np.uint32), 5, "some")
 
+    def test_other_text_of_the_same_size_is_told_apart(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.txt"
+        streams = []
+        for text in ("red fox", "red dog", "red fox"):
+            path.write_text(text)
+            streams.append(load_tokens(str(path), tokenizer=None))
+        assert len({stream.description for stream in streams}) == 1
+        first, other, again = (stream.fingerprint() for stream in streams)
+        assert first == again != other
+
 
 class TestPackedTokens:
     @pytest.mark.parametrize("dtype", [np.uint8, np.uint32])

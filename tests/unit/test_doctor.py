@@ -212,6 +212,22 @@ def test_a_compiler_that_does_not_compile(tmp_path: Path, monkeypatch: pytest.Mo
     assert tool.remedy
 
 
+@pytest.mark.parametrize("said", ["g++ 'unbalanced", "no-such-compiler --fast"])
+def test_a_compiler_that_can_not_be_read(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", said)
+    tool = machine.compiler()
+    assert tool.path is None
+    assert tool.problem
+    assert tool.remedy
+
+
+def test_a_compiler_of_spaces_is_the_usual_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "  ")
+    spaces = machine.compiler()
+    monkeypatch.delenv("CXX")
+    assert spaces == machine.compiler()
+
+
 def test_ports_are_read_as_the_kernel_lists_them(tmp_path: Path) -> None:
     port = tmp_path / "mlx5_0" / "ports" / "1"
     port.mkdir(parents=True)

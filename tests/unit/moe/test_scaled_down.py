@@ -72,6 +72,23 @@ def test_a_layer_that_the_config_does_not_build():
         scaled_down(model, Topology(1))
 
 
+@pytest.mark.parametrize(
+    ("family", "where", "name", "value", "number"),
+    [
+        ("glm", "mlp", "routed_scaling_factor", 7.5, "1"),
+        ("mixtral", "mlp.gate", "top_k", 1, "0"),
+        ("qwen3", "mlp.gate", "norm_topk_prob", "other", "0"),
+    ],
+)
+def test_a_setting_that_was_changed_after_the_config(family, where, name, value, number):
+    # AutoEP goes by the config, and so would the copy: it would pass, and the run train another function.
+    model = build(tiny(family))
+    changed = model.model.layers[int(number)].get_submodule(where)
+    setattr(changed, name, not getattr(changed, name) if value == "other" else value)
+    with pytest.raises(UnscalableModelError, match=rf"{name} is .* in the model, and .* by its config"):
+        scaled_down(model, Topology(1))
+
+
 def test_a_model_of_several_models():
     config_class, model_class, _ = COMPOSITES["qwen3_5"]
     with torch.device("meta"):

@@ -109,6 +109,8 @@ def test_the_text_model_of_text_and_vision(tmp_path, capfd):
         ("--recipe glm45air --bogus 1", "bogus"),
         ("--recipe glm45air --gpu H1000", "H100, H200, B200, MI300X"),
         ("--recipe glm45air --chart here.png", "--sweep"),
+        ("--recipe glm45air --sweep --chart no/such/folder/here.png", "can't be written"),
+        ("--recipe glm45air --sweep --chart here.txt", ".png"),
         ("--recipe glm45air --sweep --max", "one of them"),
         ("--recipe", "--recipe"),
         ("--model no/such/folder", "no/such/folder"),
@@ -134,6 +136,9 @@ def test_what_cannot_be_planned_is_one_line_and_status_2(arguments, message, cap
         ({"model_type": "llama", **DENSE, "hidden_size": -64}, "config.json"),
         ({"model_type": "llama", **DENSE, "hidden_size": "wide"}, "config.json"),
         ({"model_type": "llama", **DENSE, "num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
+        ({"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 99}, "num_attention_heads"),
+        ({"model_type": "mixtral", **DENSE, "num_local_experts": 4, "num_experts_per_tok": 9}, "9 of 4 experts"),
+        ({"model_type": "llama", **DENSE, "linear_num_value_heads": [4, 4]}, "sizes can't be read"),
         ({"model_type": "vit", **DENSE}, "no causal language model"),
     ],
 )
