@@ -64,6 +64,8 @@ lint: setup
 	$(BIN)/lint-imports
 
 test: lint
+	@echo "Compiling DeepSpeed's ops that tests use, once (a few minutes) ..."
+	@$(BIN)/python -m tests.build_ops 2> /dev/null
 	$(BIN)/python -m pytest -m "not slow" --numprocesses $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 $(OLD_VENV)/.installed: $(VENV)/.installed $(OLD_DEEPSPEED)

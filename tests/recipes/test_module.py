@@ -67,7 +67,7 @@ def arguments_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *arguments: st
             seen.update(arguments)
             super().__init__(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
 
-        def fit(self, module: Any, loader: Any) -> None:
+        def fit(self, module: Any, loader: Any, ckpt_path: Any) -> None:
             seen.update(module=module, loader=loader)
             raise Recorded
 
