@@ -206,9 +206,9 @@ def _difference(wanted: Kind, found: Kind | None) -> str:
     if changed:
         path, kind = changed[0]
         return f"{path or 'the layer itself'} is {'no' if (path, kind) in found[0] else 'a'} {kind} in the model"
-    changed = sorted(wanted[1] - found[1])
-    if changed:
-        name, value = changed[0]
+    settings = sorted(wanted[1] - found[1])
+    if settings:
+        name, value = settings[0]
         return f"{name} is {value!r} in the model, and {dict(found[1]).get(name, 'nothing')} by its config"
     return f"the config says {found[2]!r} of it instead of {wanted[2]!r}"
 

@@ -211,6 +211,24 @@ def test_what_is_missing_foreign_or_of_other_sizes_is_refused(tmp_path):
             resume(tmp_path, which, steps=8)
 
 
+def test_data_that_was_changed_in_place_is_refused(tmp_path, monkeypatch):
+    text = Path(text_in(tmp_path))
+    described = {}
+
+    def seen(settings: Any, made_by: Any) -> None:
+        described[text.read_text()] = made_by["data"]
+        raise SetupError("far enough")
+
+    monkeypatch.setattr(checkpoints, "to_resume", seen)
+    for word in ("text", "word"):  # of the same size, under the same name
+        text.write_text(text.read_text().replace(" a text ", f" a {word} "))
+        with pytest.raises(SetupError, match="far enough"):
+            trained(str(tmp_path), "--resume", "auto", ranks=1)
+    first, second = described.values()
+    assert first.partition(" (digest")[0] == second.partition(" (digest")[0]
+    assert first != second
+
+
 def test_only_the_last_checkpoints_of_a_training_are_kept(tmp_path):
     for version, step, first_run in ((0, 2, 0), (0, 4, 0), (1, 2, 1), (2, 6, 0)):
         made(tmp_path, version, step, f"version_{first_run}")
