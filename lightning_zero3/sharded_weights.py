@@ -56,7 +56,7 @@ def load_sharded(module: nn.Module, folder: str | Path, layout: Topology, rank: 
     files = _Files(Path(folder), layout, rank)
     named: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
     shared = files.own.get("shared_params") or {}
-    sources = files.sources()
+    sources = files.sources(named)
     _check_names(module, named, sources, shared, files.own, strict)
     partitions = [(p, sources[name]) for name, p in named.items() if name in sources]
     for name, parameter in named.items():
@@ -113,21 +113,33 @@ class _Files:
         self._read = [own] if self._saved == self._here else saved
         self.own = _load(self._path(own if self._saved == self._here else 0, "model_states.pt"))
 
-    def sources(self) -> dict[str, _Source]:
-        """Where each parameter's values are, by name."""
+    def sources(self, named: dict[str, Any]) -> dict[str, _Source]:
+        """Where each parameter's values are, by name.
+
+        Args:
+            named: The module's parameters.
+        """
         states = [self.own] if len(self._read) == 1 else [_load(self._path(r, "model_states.pt")) for r in self._read]
         flats = [self._flats(rank) for rank in self._read]
         found: dict[str, _Source] = {}
         for index, shapes in enumerate(self.own["param_shapes"]):
             offset = 0
             group = [flat[index] for flat in flats]
-            sizes = self._sizes(shapes, group[0].numel())
+            sizes = self._own_sizes(shapes, named) or self._sizes(shapes, group[0].numel())
             for (name, shape), size in zip(shapes.items(), sizes, strict=True):
                 found[name] = _Source(shape, [flat[offset : offset + size] for flat in group])
                 offset += size
         for name, shape in (self.own.get("frozen_param_shapes") or {}).items():
             found[name] = _Source(shape, [state["frozen_param_fragments"][name].reshape(-1) for state in states])
         return found
+
+    def _own_sizes(self, shapes: dict[str, Any], named: dict[str, Any]) -> list[int]:
+        """Elements of each parameter in this rank's own file, where the layout is the same; else nothing.
+
+        Under tensor parallelism, what ``zero.Init`` has partitioned lies on other ranks than what AutoTP has split.
+        """
+        alike = all(name in named and tuple(named[name].ds_shape) == tuple(shape) for name, shape in shapes.items())
+        return [named[name].partition_numel() for name in shapes] if alike and self._saved == self._here else []
 
     def _sizes(self, shapes: dict[str, Any], total: int) -> list[int]:
         """Elements of each parameter in a rank's part of a sub-group.

@@ -77,19 +77,6 @@ def test_a_preset_that_was_asked_for_is_used(ranks):
     assert named == known
 
 
-def second_fit() -> str:
-    config = tiny_glm(n_routed_experts=4)
-    module = Language(build_glm(config, seed=5))
-    fit(module, Sentences(config.vocab_size), Zero3FastStrategy(expert_parallel_size=1), steps=1)
-    with pytest.raises(NotImplementedError) as caught:
-        fit(module, Sentences(config.vocab_size), Zero3FastStrategy(expert_parallel_size=1), steps=1)
-    return str(caught.value)
-
-
-def test_a_second_fit_of_a_converted_module_is_refused_in_words(ranks):
-    assert "Build it anew" in ranks(1).run(second_fit)[0]
-
-
 def rank_lists(size: int) -> tuple[list[int], list[int]]:
     config = tiny_glm(n_routed_experts=4)
     strategy = Zero3FastStrategy(expert_parallel_size=size)

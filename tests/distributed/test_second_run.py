@@ -144,6 +144,38 @@ def test_another_model_in_the_same_trainer(ranks):
         assert seen["trained"] == 3
 
 
+class Momentless(Language):
+    """A second fit has all that the first one had."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def two_fits_and_one(options: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """Losses of two epochs, in two fits and in one."""
+    parted, whole = (Momentless(build(tiny("mixtral"))) for _ in range(2))
+    as_it_is = {"steps": -1, "limit_train_batches": 2, "use_distributed_sampler": False}
+    for _ in range(2):
+        fit(parted, Sentences(64), strategy(**options), max_epochs=1, **as_it_is)
+    fit(whole, Sentences(64), strategy(**options), max_epochs=2, **as_it_is)
+    return parted.losses, whole.losses
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"expert_parallel_size": 2, "tensor_parallel_size": 2},
+        pytest.param({"expert_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_two_fits_with_parallel_layers_are_one(ranks, options):
+    for parted, whole in ranks(2).run(two_fits_and_one, options):
+        assert parted == whole
+        assert len(set(parted)) == 4
+
+
 def dropped(kind: str) -> list[str]:
     if kind == "numbers":
         module, data, options = Scheduled(), Pairs(), {}

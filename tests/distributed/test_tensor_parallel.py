@@ -72,17 +72,6 @@ def test_an_engine_without_tensor_parallelism_after_one_with_it(ranks):
     assert "get_model_parallel_rank" in ranks(2).run(without_after_with, False)[0]
 
 
-def second_fit() -> str:
-    trainer = trained("mixtral", tensor_parallel_size=2)
-    with pytest.raises(NotImplementedError) as caught:
-        fit(trainer.lightning_module, Sentences(64), Zero3FastStrategy(tensor_parallel_size=2), steps=1)
-    return str(caught.value)
-
-
-def test_a_second_fit_of_a_split_module_is_refused_in_words(ranks):
-    assert "Build it anew" in ranks(2).run(second_fit)[0]
-
-
 def built_in_partitions(family: str, options: dict[str, Any], precision: str) -> tuple[float, float]:
     """The first loss of a model built in configure_model, and that of the same model built whole by Transformers."""
     config, model_class = tiny(family), FAMILIES[family][1]
