@@ -48,7 +48,6 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet $(addprefix --constraint ,$(CONSTRAINTS)) --editable ".[recipes,dashboards,test]"
-	@echo "Compiling DeepSpeed's communication op for CPU runs, once (about half a minute) ..."
 	$(BIN)/python -c "from lightning_zero3 import cpu_ops; cpu_ops.build()"
 	@touch $@
 

@@ -101,11 +101,12 @@ def _sent(report: dict[str, Any]) -> Table:
     return table
 
 
+_HEADINGS = {"optimizer": "update"}  # the word is too long for 80 columns
 _PARTS = ("optimizer", "compute", "node_links", "network", "host_link", "with_overlap", "without_overlap")
 
 
 def _bounds(report: dict[str, Any]) -> Table:
-    table = _table("Least times of a step, ms", "", *(part.replace("_", " ") for part in _PARTS))
+    table = _table("Least times of a step, ms", "", *(_HEADINGS.get(part, part.replace("_", " ")) for part in _PARTS))
     for gpu, bounds in report["lower_bounds_seconds"].items():
         table.add_row(gpu, *(f"{1000 * bounds[part]:,.1f}" for part in _PARTS))
     return table
@@ -213,4 +214,10 @@ def _number(value: int) -> str:
 
 
 def _collectives(counted: dict[str, int]) -> str:
-    return f"{counted['all_reduce']} all-reduces, {counted['all_gather']} all-gathers"
+    """How many collectives of each kind.
+
+    >>> _collectives({"all_reduce": 4, "all_gather": 1})
+    '4 all-reduces, 1 all-gather'
+    """
+    counts = ((counted["all_reduce"], "all-reduce"), (counted["all_gather"], "all-gather"))
+    return ", ".join(f"{count} {kind}{'s' * (count != 1)}" for count, kind in counts)

@@ -44,6 +44,9 @@ def parse_settings(sizes: Mapping[str, Settings], arguments: Sequence[str], *, d
     strategy, all_ = ({field.name for field in fields(kind)} for kind in (Zero3Options, Settings))
     for others in (strategy, all_ - strategy):  # what a run does first, then how the strategy does it
         parser.add_class_arguments(Settings, as_group=False, skip=others)
+    for action in parser._actions:  # docstrings are written for Python and its documentation
+        if action.help is not None:
+            action.help = action.help.replace("``None``", "null").replace("``", "")
     parser.set_defaults(asdict(sizes[size]))
     try:
         parsed = parser.parse_args(list(_with_values(arguments)))

@@ -72,6 +72,9 @@ def test_help_says_what_each_option_does_and_the_sizes_default(capsys):
         found = text.split(f" --{field.name} ")[-1]
         assert len(found.split("(type:")[0].split()) > 2, field.name
     assert "Tokens of one sample. (type: int, default: 8192)" in text
+    # Docstrings' own marks, and Python's name of what null is here.
+    assert "`" not in text
+    assert "null and 1 leave layers whole" in text
 
 
 @pytest.mark.parametrize(
