@@ -223,8 +223,10 @@ def _permute_indices(counts: Any, experts: int, ranks: int, longest: int, alignm
 def _folded_tensor_parallelism(put: Any) -> None:
     try:
         from deepspeed.moe import ep_tp_dispatch
-    except ImportError:  # 0.19.7: expert and tensor parallelism don't go together
+    except ImportError:
         return
+    if not hasattr(ep_tp_dispatch, "average_gradient_over_tp"):
+        return  # 0.19.7: expert and tensor parallelism don't go together
 
     seen = {"tokens": 1}
     real = ep_tp_dispatch.average_gradient_over_tp
