@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from lightning_zero3.config import SetupError
 from lightning_zero3.substitution import substituted
 
 # Tokens of one tile of flash-linear-attention's chunked gated delta rule.
@@ -39,11 +40,20 @@ def stand_ins(*, gpu: bool, block_sparse_kernel: bool = False) -> Iterator[None]
             what runs on a CPU.
         block_sparse_kernel: MiniMax-M3's sparse attention by a kernel that needs no scores and no mask of all pairs of
             tokens; otherwise as Transformers computes it.
+
+    Raises:
+        SetupError: This DeepSpeed has other kernels than those that are known (0.19.7).
     """
+    import deepspeed
     from deepspeed.module_inject import auto_ep_layer
     from deepspeed.moe import ep_kernels
     from deepspeed.runtime.zero import linear, partitioned_param_coordinator, stage3
 
+    if not hasattr(ep_kernels, "permute_rows_supported"):
+        raise SetupError(
+            f"Steps can't be rehearsed with DeepSpeed {deepspeed.__version__}, whose expert layers are others; "
+            "--rehearse=false tells the structure alone, and 0.19.8 can do both."
+        )
     with ExitStack() as scope:
 
         def put(owner: Any, name: str, replacement: Any) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from deepspeed.moe import ep_kernels
 
 from lightning_zero3 import cli
 from tests.models import tiny, tiny_composite
@@ -64,6 +65,10 @@ def test_tables_for_people_and_nothing_left_behind(tmp_path, capfd):
     tiny("glm").save_pretrained(tmp_path)
     before = dict(os.environ)
     arguments = ["plan", "--model", str(tmp_path), "--devices=2", "--expert_parallel_size", "2", "--layers", "2"]
+    if not hasattr(ep_kernels, "permute_rows_supported"):  # DeepSpeed 0.19.7
+        assert cli.main(arguments) == 2
+        assert "--rehearse=false" in capfd.readouterr().err
+        return
     assert cli.main([*arguments, "--bf16-masters"]) == 0
     out = capfd.readouterr().out
     assert "the first 2 of 3 layers" in out
