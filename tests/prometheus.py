@@ -12,6 +12,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +82,9 @@ def wait_for(url: str, query: str, value: float) -> float:
         now = time.time()
         try:
             seen = list(ask(url, query, now).values())
-        except urllib.error.HTTPError:
-            raise
-        except OSError as error:  # it still starts
+        except OSError as error:  # it still starts: nobody listens, or it isn't ready
+            if isinstance(error, urllib.error.HTTPError) and error.code != HTTPStatus.SERVICE_UNAVAILABLE:
+                raise
             seen = error
         if seen == [value]:
             return now
