@@ -179,7 +179,8 @@ def comparable(structure: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("family", "world"), [("glm", 2), ("qwen3_5", 2), pytest.param("glm", 1, marks=pytest.mark.slow)]
+    ("family", "world"),
+    [("glm", 2), *(pytest.param(f, w, marks=pytest.mark.slow) for f, w in (("qwen3_5", 2), ("glm", 1)))],
 )
 def test_a_real_run_holds_what_is_planned(ranks, family, world):
     plan = planned(family, devices=world, expert_parallel_size=world)
