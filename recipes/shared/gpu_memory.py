@@ -52,27 +52,40 @@ def planned_memory(settings: Settings, config: Any, *, ranks: int, expert_parall
         SetupError: The run can't be set up.
     """
     with tempfile.TemporaryDirectory() as folder:
-        config.save_pretrained(folder)
-        setup = Setup(
-            model=folder,
-            nodes=settings.num_nodes,
-            devices=ranks // settings.num_nodes,
-            expert_parallel_size=expert_parallel_size,
-            expert_parallel_preset=settings.expert_parallel_preset,
-            tensor_parallel_size=settings.tensor_parallel_size or 1,
-            precision=settings.precision,
-            bf16_masters=settings.bf16_masters,
-            sequence_length=settings.sequence_length,
-            micro_batch_size=settings.micro_batch_size,
-            recompute_activations=settings.recompute_activations,
-            loss_tiles=settings.loss_tiles,
-            optimizer=settings.optimizer,
-            sub_group_size=settings.sub_group_size or Setup.sub_group_size,
-        )
+        setup = setup_of(settings, config, folder, ranks=ranks, expert_parallel_size=expert_parallel_size)
         (found,) = find_all([Job(setup=setup, scenes=(scene_of(setup),))])
     if isinstance(found, SetupError):
         raise found
     return memory_of(setup, found.structure, found.rehearsals[0])
+
+
+def setup_of(settings: Settings, config: Any, folder: str, *, ranks: int, expert_parallel_size: int) -> Setup:
+    """A run as the plan takes it.
+
+    Args:
+        settings: The run's.
+        config: The model's; it is saved in ``folder``.
+        folder: An empty one, which has to live until the plan is made.
+        ranks: The number of ranks.
+        expert_parallel_size: The run's.
+    """
+    config.save_pretrained(folder)
+    return Setup(
+        model=folder,
+        nodes=settings.num_nodes,
+        devices=ranks // settings.num_nodes,
+        expert_parallel_size=expert_parallel_size,
+        expert_parallel_preset=settings.expert_parallel_preset,
+        tensor_parallel_size=settings.tensor_parallel_size or 1,
+        precision=settings.precision,
+        bf16_masters=settings.bf16_masters,
+        sequence_length=settings.sequence_length,
+        micro_batch_size=settings.micro_batch_size,
+        recompute_activations=settings.recompute_activations,
+        loss_tiles=settings.loss_tiles,
+        optimizer=settings.optimizer,
+        sub_group_size=settings.sub_group_size or Setup.sub_group_size,
+    )
 
 
 def refuse_what_does_not_fit(memory: Memory, capacity: int) -> None:

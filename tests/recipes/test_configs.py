@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from deepspeed.module_inject.auto_ep_presets.registry import available_preset_names
 
+from lightning_zero3.plan.child import find_structure
 from lightning_zero3.topology import Topology
-from shared import preflight
+from shared import gpu_memory, preflight
 from shared.run import make_strategy
 from tests.recipes.recipes import RECIPES, meta_model
 
@@ -47,3 +49,33 @@ def test_it_loads_and_can_be_set_up(name):
     if parameters is not None:
         model = meta_model(module, config)
         assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+
+
+# Sub-groups and parameters that the plan must find, as reported or as found by DeepSpeed's own set-up.
+PLANNED = {
+    "glm45air_4x8": (137, 735),
+    "qwen35_26_layers_4x8": (41, 479),
+    "minimax_m3_4x8": (173, 1059),
+    "minimax_m3_16k": (173, 1059),
+    "minimax_m3_4_layers_2gpu": (6, 51),
+}
+
+
+_AT_ONCE = ("glm45air_tiny", "minimax_m3_4_layers_2gpu")
+
+
+@pytest.mark.parametrize(
+    "name", [*_AT_ONCE, *(pytest.param(n, marks=pytest.mark.slow) for n in EXPECTED if n not in _AT_ONCE)]
+)
+def test_it_can_be_planned(name, tmp_path):
+    if name.startswith("minimax") and "minimax_m3" not in available_preset_names():
+        pytest.skip("the installed DeepSpeed has no preset for it")
+    (module,) = (module for recipe, module in RECIPES.items() if name.startswith(recipe))
+    ranks, parameters, experts, _, _ = EXPECTED[name]
+    settings = module.RECIPE.parse(["--config", str(CONFIGS / f"{name}.yaml")])
+    config = module.RECIPE.config(settings)
+    setup = gpu_memory.setup_of(settings, config, str(tmp_path), ranks=ranks, expert_parallel_size=experts)
+    structure = find_structure(setup)
+    if parameters is not None:
+        assert structure.model_parameters == parameters
+        assert (len(structure.sub_groups), len(structure.trained)) == PLANNED[name]
