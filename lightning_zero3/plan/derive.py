@@ -93,12 +93,10 @@ def _at(base: Structure, built: Setup, wanted: Setup, merged: bool) -> Structure
     sizes = tuple(sum(p.partition_elements for p in members) for members in sub_groups)
     kinds = [families[members[0].name] for members in sub_groups]
     groups_of = {kind: _norm_groups(kind, members[0], wanted) for kind, members in zip(kinds, sub_groups, strict=True)}
-    norms = _norms(kinds, groups_of)
     gathers = _gathers(parameters, families, base.dtypes.weights)
     leaves_out = Version(base.deepspeed) >= Version("0.19.8")  # groups of one rank
     reductions = sum(1 + sum(size > 1 or not leaves_out for _, size in groups_of[kind][1:]) for kind in kinds)
     clears_once = base.gradient_clear_visits_stock == len(base.trained)
-    masters = ELEMENT_BYTES[base.dtypes.masters]
     return replace(
         base,
         parameters=tuple(parameters),
@@ -106,15 +104,10 @@ def _at(base: Structure, built: Setup, wanted: Setup, merged: bool) -> Structure
         elements_per_rank=sum(sizes),
         # DeepSpeed's own optimizer has experts' groups; process groups are told apart by Stage 3 only.
         optimizer_groups=1 if wanted.optimizer == "torch" else 1 + sum(families[g[0].name] == "expert" for g in groups),
-        second_copy_bytes=masters * sum(sizes) if base.dtypes.weights == base.dtypes.masters else 0,
-        masters_bytes=masters * sum(sizes),
-        norms=norms,
+        masters_bytes=ELEMENT_BYTES[base.dtypes.masters] * sum(sizes),
+        norms=_norms(kinds, groups_of),
         persistent_gathers=gathers,
         gradient_clear_visits_stock=len(trained) * (1 if clears_once else len(sizes)),
-        collectives_ours=Collectives(
-            all_reduce=sum(len(norm.group_sizes) for norm in norms),
-            all_gather=sum(gather.group_size > 1 for gather in gathers),
-        ),
         collectives_stock=Collectives(
             all_reduce=reductions, all_gather=sum(g.parameters for g in gathers if g.group_size > 1)
         ),
@@ -238,13 +231,11 @@ def _in_precision(structure: Structure, wanted: Setup) -> Structure:
     weights = "fp32" if wanted.precision == "32-true" else "bf16"
     masters = "bf16" if wanted.bf16_masters else "fp32"
     dtypes = Dtypes(weights=weights, masters=masters, states=masters, gradients=weights, reductions=weights)
-    size = ELEMENT_BYTES[masters] * structure.elements_per_rank
     return replace(
         structure,
         dtypes=dtypes,
         aliased=weights == masters,
-        second_copy_bytes=size if weights == masters else 0,
-        masters_bytes=size,
+        masters_bytes=ELEMENT_BYTES[masters] * structure.elements_per_rank,
         buckets=tuple(Bucket(dtype=weights, elements=bucket.elements) for bucket in structure.buckets),
         persistent_gathers=tuple(replace(gather, dtype=weights) for gather in structure.persistent_gathers),
     )

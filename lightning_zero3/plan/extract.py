@@ -47,11 +47,7 @@ def structure_of(module: nn.Module, optimizer: Any, *, model_parameters: int) ->
         _parameter(name, p, where.get(id(p)), id(p) in persistent) for name, p in module.named_parameters()
     )
     flats = [flat for flat in optimizer.fp16_partitioned_groups_flat if flat is not None]
-    masters = optimizer.fp32_partitioned_groups_flat
-    weights, master = optimizer.dtype, optimizer.master_weights_and_grads_dtype
-    norms = _norms(optimizer)
     gathers = _persistent_gathers(optimizer)
-    copies = sum(m.numel() * m.element_size() for m in masters)
     return Structure(
         deepspeed=deepspeed.__version__,
         model_parameters=model_parameters,
@@ -60,25 +56,23 @@ def structure_of(module: nn.Module, optimizer: Any, *, model_parameters: int) ->
         elements_per_rank=sum(flat.numel() for flat in flats),
         optimizer_groups=len(optimizer.optimizer.param_groups),
         dtypes=Dtypes(
-            weights=_NAMES[weights],
-            masters=_NAMES[master],
+            weights=_NAMES[optimizer.dtype],
+            masters=_NAMES[optimizer.master_weights_and_grads_dtype],
             states=_NAMES[_states_dtype(optimizer)],
             gradients=_NAMES[optimizer.grad_partitions_flat_buffer.dtype],
             reductions=_NAMES[optimizer.communication_data_type],
         ),
         aliased=len(optimizer.aliased_sub_groups()) == len(optimizer.fp16_groups),
-        second_copy_bytes=copies if weights == master else 0,
-        masters_bytes=copies,
+        masters_bytes=sum(m.numel() * m.element_size() for m in optimizer.fp32_partitioned_groups_flat),
         buckets=tuple(
             Bucket(dtype=_NAMES[dtype], elements=bucket.buffer.numel())
             for dtype, bucket in optimizer.ipg_buckets.items()
             if bucket.buffer is not None
         ),
         buffers_bytes=sum(buffer.numel() * buffer.element_size() for buffer in module.buffers()),
-        norms=norms,
+        norms=_norms(optimizer),
         persistent_gathers=gathers,
         gradient_clear_visits_stock=len(where) * (1 if _clears_once() else len(optimizer.fp16_groups)),
-        collectives_ours=_collectives_ours(norms, gathers),
         collectives_stock=_collectives_stock(optimizer, gathers),
     )
 
@@ -137,13 +131,6 @@ def _persistent_gathers(optimizer: Any) -> tuple[PersistentGather, ...]:
             elements=sum(int(parameter.ds_numel) for parameter in found),
         )
         for (_, dtype), found in members.items()
-    )
-
-
-def _collectives_ours(norms: tuple[NormReduction, ...], gathers: tuple[PersistentGather, ...]) -> Collectives:
-    return Collectives(
-        all_reduce=sum(len(norm.group_sizes) for norm in norms),
-        all_gather=sum(gather.group_size > 1 for gather in gathers),
     )
 
 

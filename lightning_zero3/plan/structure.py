@@ -133,15 +133,12 @@ class Structure:
         optimizer_groups: Groups that the optimizer itself has.
         dtypes: Of weights, masters, states and gradients.
         aliased: Whether zero3_fast's alias makes weights and masters one tensor in this set-up.
-        second_copy_bytes: Of masters that stock DeepSpeed keeps beside weights of the same dtype, and that the alias
-            saves; 0 where the dtypes differ, since such masters are no copy.
         masters_bytes: Of masters in a storage of their own, as in stock DeepSpeed; aliased ones take none.
         buckets: For gradients on their way.
         buffers_bytes: Of the model's buffers on this rank.
         norms: Process groups of the gradient norms.
         persistent_gathers: What is gathered after each step.
         gradient_clear_visits_stock: Parameters that one step of the installed DeepSpeed visits to clear gradients.
-        collectives_ours: Of one step with zero3_fast.
         collectives_stock: Of one step with stock Stage 3.
     """
 
@@ -153,20 +150,31 @@ class Structure:
     optimizer_groups: int
     dtypes: Dtypes
     aliased: bool
-    second_copy_bytes: int
     masters_bytes: int
     buckets: tuple[Bucket, ...]
     buffers_bytes: int
     norms: tuple[NormReduction, ...]
     persistent_gathers: tuple[PersistentGather, ...]
     gradient_clear_visits_stock: int
-    collectives_ours: Collectives
     collectives_stock: Collectives
 
     @property
     def trained(self) -> tuple[PlannedParameter, ...]:
         """Parameters that have a sub-group."""
         return tuple(p for p in self.parameters if p.sub_group is not None)
+
+    @property
+    def second_copy_bytes(self) -> int:
+        """Of masters that stock DeepSpeed keeps beside weights of the same dtype; of another dtype they are no copy."""
+        return self.masters_bytes if self.dtypes.weights == self.dtypes.masters else 0
+
+    @property
+    def collectives_ours(self) -> Collectives:
+        """Of one step with zero3_fast."""
+        return Collectives(
+            all_reduce=sum(len(norm.group_sizes) for norm in self.norms),
+            all_gather=sum(gather.group_size > 1 for gather in self.persistent_gathers),
+        )
 
     @property
     def gradient_clear_visits_per_sub_group(self) -> int:
@@ -197,6 +205,5 @@ class Structure:
             for n in fields["norms"]
         )
         fields["persistent_gathers"] = tuple(PersistentGather(**g) for g in fields["persistent_gathers"])
-        fields["collectives_ours"] = Collectives(**fields["collectives_ours"])
         fields["collectives_stock"] = Collectives(**fields["collectives_stock"])
         return cls(**fields)

@@ -19,7 +19,6 @@ def structure(aliased: bool = False, weights: str = "bf16", masters: str = "fp32
         "dtypes": Dtypes(weights=weights, masters=masters, states=masters, gradients=masters, reductions=weights),
         "elements_per_rank": 1_000_000,
         "aliased": aliased,
-        "collectives_ours": Collectives(all_reduce=0, all_gather=0),
         "collectives_stock": Collectives(all_reduce=0, all_gather=0),
     }
     return Structure(**{field.name: () for field in fields(Structure)} | given)  # type: ignore[arg-type]
