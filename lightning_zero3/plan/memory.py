@@ -123,7 +123,7 @@ def memory_of(setup: Setup, structure: Structure, rehearsal: Rehearsal, others: 
         others: Of the same run with other recomputation or tiles, for comparison.
     """
     parts, host = _held(setup, structure)
-    if rehearsal.held is not None and not (setup.offload_optimizer or setup.offload_parameters):
+    if rehearsal.held is not None and not setup.offloads:
         # Counters, flags and whatever else is small.
         parts["other"] = rehearsal.held - sum(parts.values())
     nothing = Peak(bytes=0, by_kind={}, most={})
@@ -131,7 +131,7 @@ def memory_of(setup: Setup, structure: Structure, rehearsal: Rehearsal, others: 
     return Memory(
         parts=parts,
         host=host,
-        second_copy=_second_copy(setup, structure),
+        second_copy=saved_bytes(setup, structure),
         forward_backward=rehearsal.forward_backward,
         step=nothing if setup.offload_optimizer else rehearsal.step,
         host_step=_host_step(structure) if setup.offload_optimizer else 0,
@@ -149,8 +149,6 @@ def _held(setup: Setup, structure: Structure) -> tuple[dict[str, int], dict[str,
     dtypes = structure.dtypes
     weight, master = ELEMENT_BYTES[dtypes.weights], ELEMENT_BYTES[dtypes.masters]
     elements = structure.elements_per_rank
-    offloaded = setup.offload_optimizer or setup.offload_parameters
-    shared = structure.aliased and not offloaded
     gathered = sum(
         # Of one rank, a gathered parameter is a view of its partition.
         p.partition_elements * p.group_size
@@ -164,7 +162,7 @@ def _held(setup: Setup, structure: Structure) -> tuple[dict[str, int], dict[str,
         "buffers": structure.buffers_bytes,
     }
     updated = {
-        "masters": 0 if shared else master * elements,
+        "masters": 0 if is_aliased(setup, structure) else master * elements,
         "gradients": ELEMENT_BYTES[dtypes.gradients] * elements,
         "optimizer states": _MOMENTS * ELEMENT_BYTES[dtypes.states] * elements,
     }
@@ -189,9 +187,24 @@ def held_bytes(setup: Setup, structure: Structure) -> int:
     return sum(_held(setup, structure)[0].values())
 
 
-def _second_copy(setup: Setup, structure: Structure) -> int:
-    aliased = structure.aliased and not (setup.offload_optimizer or setup.offload_parameters)
-    return structure.second_copy_bytes if aliased else 0
+def is_aliased(setup: Setup, structure: Structure) -> bool:
+    """Whether masters are the weights themselves; with offload, which a structure knows nothing of, they aren't.
+
+    Args:
+        setup: The run.
+        structure: Of its rank.
+    """
+    return structure.aliased and not setup.offloads
+
+
+def saved_bytes(setup: Setup, structure: Structure) -> int:
+    """Of the second copy of the weights that stock DeepSpeed keeps and this run doesn't.
+
+    Args:
+        setup: The run.
+        structure: Of its rank.
+    """
+    return structure.second_copy_bytes if is_aliased(setup, structure) else 0
 
 
 def _host_step(structure: Structure) -> int:

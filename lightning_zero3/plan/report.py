@@ -7,12 +7,10 @@ from typing import Any
 
 from lightning_zero3.gpus import Gpu
 from lightning_zero3.plan.derive import AUTOEP_CAP
-from lightning_zero3.plan.memory import Memory
+from lightning_zero3.plan.memory import GIB, Memory, is_aliased, saved_bytes
 from lightning_zero3.plan.predict import Prediction
 from lightning_zero3.plan.settings import Setup
 from lightning_zero3.plan.structure import ELEMENT_BYTES, Structure
-
-GIB = 2**30
 
 
 def assemble(
@@ -46,8 +44,8 @@ def assemble(
         "elements_per_rank": structure.elements_per_rank,
         "kinds": _kinds(structure),
         "dtypes": structure.to_json()["dtypes"],
-        "aliased": _aliased(setup, structure),
-        "second_copy_gib": structure.second_copy_bytes / GIB if _aliased(setup, structure) else 0.0,
+        "aliased": is_aliased(setup, structure),
+        "second_copy_gib": saved_bytes(setup, structure) / GIB,
         "memory_gib": memory.to_json() if memory else None,
         **(prediction.to_json() if prediction else {}),
     }
@@ -59,10 +57,6 @@ def assemble(
         report["as_deepspeed_is"] = _counts(as_it_is)
         report["max_group_size_means"] = _meaning(structure, as_it_is)
     return report
-
-
-def _aliased(setup: Setup, structure: Structure) -> bool:
-    return structure.aliased and not (setup.offload_optimizer or setup.offload_parameters)
 
 
 def _counts(structure: Structure) -> dict[str, Any]:

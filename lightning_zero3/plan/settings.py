@@ -130,6 +130,11 @@ class Setup:
         )
 
     @property
+    def offloads(self) -> bool:
+        """Whether anything of a rank's lives on the host."""
+        return self.offload_optimizer or self.offload_parameters
+
+    @property
     def tokens_per_micro_step(self) -> int:
         """Tokens that one rank sees at once."""
         return self.sequence_length * self.micro_batch_size

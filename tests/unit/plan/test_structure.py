@@ -13,7 +13,8 @@ from lightning_zero3.config import SetupError
 from lightning_zero3.moe.build import build_from_config
 from lightning_zero3.plan.child import Found, Job, find_all, find_structure
 from lightning_zero3.plan.extract import structure_of
-from lightning_zero3.plan.report import GIB, assemble
+from lightning_zero3.plan.memory import GIB
+from lightning_zero3.plan.report import assemble
 from lightning_zero3.plan.settings import Setup
 from lightning_zero3.plan.structure import Structure
 from tests.fits import Language, Sentences, fit, optimizer_of
