@@ -81,7 +81,6 @@ def whole(
         more,
         held=None,
         forward_backward=_deeper(more.forward_backward, missing * kept),
-        first_forward_backward=_deeper(more.first_forward_backward, missing * kept),
         step=_scaled(more.step, steps),
         stock_step=_scaled(more.stock_step, steps),
     )

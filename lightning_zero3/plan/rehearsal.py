@@ -54,7 +54,6 @@ class Rehearsal:
         loss_tiles: In how many pieces the loss was computed.
         held: Bytes between steps; None where only a part of the model was rehearsed.
         forward_backward: Of a micro-step, prefetching.
-        first_forward_backward: Of a run's first micro-step, without prefetching.
         step: Of an optimizer step of zero3_fast.
         stock_step: Of one through upstream's code.
     """
@@ -63,7 +62,6 @@ class Rehearsal:
     loss_tiles: int
     held: int | None
     forward_backward: Peak
-    first_forward_backward: Peak
     step: Peak
     stock_step: Peak
 
@@ -118,11 +116,10 @@ def rehearse(engine: Any, model: Any, scene: Scene) -> Rehearsal:
     adam = importlib.import_module("torch.optim.adam")
     kernels = stand_ins(gpu=scene.gpu, block_sparse_kernel=scene.block_sparse_kernel)
     with kernels, substituted(adam, "_device_dtype_check_for_fused", lambda *_, **__: None):
-        micro_steps: list[Peak] = []
         # The first step makes the moments; of the others, one goes through upstream's code.
         steps: list[tuple[Peak, int]] = []
         for number in range(MICRO_STEPS):
-            micro_steps.append(_micro_step(engine, model, scene))
+            micro_step = _micro_step(engine, model, scene)
             with _through_upstream(stage3) if number == 1 else nullcontext():
                 steps.append(_step(engine))
         (_, (stock_step, _), (step, held)) = steps
@@ -130,8 +127,7 @@ def rehearse(engine: Any, model: Any, scene: Scene) -> Rehearsal:
         recompute_activations=scene.recompute_activations,
         loss_tiles=scene.loss_tiles,
         held=held,
-        forward_backward=micro_steps[-1],
-        first_forward_backward=micro_steps[0],
+        forward_backward=micro_step,
         step=step,
         stock_step=stock_step,
     )
