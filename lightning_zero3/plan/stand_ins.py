@@ -3,13 +3,14 @@
 Each allocates, saves for backward and frees what the real one does; none computes anything. Tokens are taken to be
 spread evenly over the experts.
 
-Upstream symbols, substituted for the length of a rehearsal (0.19.7, 0.19.8 where they exist): ``compute_split_plan`` of
-``auto_ep_layer``; ``generate_permute_indices``, ``permute_rows_supported`` and ``gather_rows`` of ``ep_kernels``;
-``apply_expert_activation`` of ``ep_experts``; ``partition_assignments`` and ``restore_combined`` of
-``ep_tp_dispatch``; ``get_accelerator`` of ``zero.linear`` (there is no autocast for the meta device);
-``assert_ints_same_as_other_ranks``; ``torch.nn.functional.scaled_dot_product_attention``; ``data_ptr`` of meta tensors,
-all 0; ``torch_chunk_gated_delta_rule`` of the models with linear attention and ``forward`` and
-``build_block_mask`` of ``MiniMaxM3VLIndexer`` (Transformers 5.24). A missing name raises.
+Upstream symbols, substituted for the length of a rehearsal (DeepSpeed 0.19.8): ``compute_split_plan`` and
+``compute_split_plan_from_expert_indices`` of ``auto_ep_layer``; ``generate_permute_indices``,
+``permute_rows_supported`` and ``gather_rows`` of ``ep_kernels``; ``apply_expert_activation`` of ``ep_experts``;
+``average_gradient_over_tp``, ``partition_assignments`` and ``restore_combined`` of ``ep_tp_dispatch``;
+``get_accelerator`` of ``zero.linear`` (there is no autocast for the meta device); ``assert_ints_same_as_other_ranks``;
+``torch.nn.functional.scaled_dot_product_attention`` and ``torch._grouped_mm``; ``data_ptr`` of meta tensors, all 0;
+``torch_chunk_gated_delta_rule`` of the models with linear attention and ``forward`` and ``build_block_mask`` of
+``MiniMaxM3VLIndexer`` (Transformers 5.24). A missing name raises.
 """
 
 # ruff: noqa: ARG001 (signatures are upstream's)
@@ -207,16 +208,16 @@ class _Fused(torch.autograd.Function):
 def _split_plan(
     selected_experts: torch.Tensor, num_experts: int, ep_size: int, num_local_experts: int, *_: Any, **__: Any
 ) -> Any:
-    return _even_plan(selected_experts.numel(), ep_size, num_local_experts, num_experts)
+    return _even_plan(selected_experts.numel(), ep_size, num_local_experts)
 
 
 def _split_plan_of_part(
     expert_indices: torch.Tensor, num_experts: int, ep_size: int, num_local_experts: int, *_: Any, **__: Any
 ) -> Any:
-    return _even_plan(expert_indices.numel(), ep_size, num_local_experts, num_experts)
+    return _even_plan(expert_indices.numel(), ep_size, num_local_experts)
 
 
-def _even_plan(rows: int, ranks: int, local: int, _: int) -> Any:
+def _even_plan(rows: int, ranks: int, local: int) -> Any:
     from deepspeed.module_inject.auto_ep_layer import SplitPlan
 
     splits = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
@@ -231,12 +232,7 @@ def _permute_indices(counts: Any, experts: int, ranks: int, longest: int, alignm
 
 
 def _folded_tensor_parallelism(put: Any) -> None:
-    try:
-        from deepspeed.moe import ep_tp_dispatch
-    except ImportError:
-        return
-    if not hasattr(ep_tp_dispatch, "average_gradient_over_tp"):
-        return  # 0.19.7: expert and tensor parallelism don't go together
+    from deepspeed.moe import ep_tp_dispatch
 
     seen = {"tokens": 1}
     real = ep_tp_dispatch.average_gradient_over_tp
