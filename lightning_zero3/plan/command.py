@@ -176,7 +176,7 @@ def _defaults(recipe: str | None) -> dict[str, Any]:
     if recipe is None:
         return {}
     settings = recipe_settings(recipe)
-    said = {name: getattr(settings, name) for name in _FROM_RECIPES if name in _of_a_setup()}
+    said = {name: getattr(settings, name) for name in _FROM_RECIPES}
     return {name: value for name, value in said.items() if value is not None}
 
 
