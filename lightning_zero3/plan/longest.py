@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ _ROUNDS = 3
 
 
 def longest_that_fits(setup: Setup, shape: Shape, gpu: Gpu) -> dict[str, Any]:
-    """Rehearse the first layers at a few lengths, and bisect between them.
+    """Rehearse the first layers at a few lengths, and draw straight lines between them.
 
     Memory is a sum and a maximum of what grows with the tokens and with their square, so a straight line between two
     lengths is never below it: what is found fits. Further rounds with lengths around the answer narrow it.
@@ -46,7 +46,7 @@ def longest_that_fits(setup: Setup, shape: Shape, gpu: Gpu) -> dict[str, Any]:
     for _ in range(_ROUNDS):
         # Straight lines overestimate: nearer ones say more.
         closer = _closer(totals, best)
-        if best is None or not closer:
+        if not closer:
             break
         totals |= _totals(setup, shape, structure, closer)
         before, best = best, longest_within(totals, capacity)
@@ -60,8 +60,10 @@ def longest_that_fits(setup: Setup, shape: Shape, gpu: Gpu) -> dict[str, Any]:
 
 def _closer(totals: Mapping[int, int], best: int | None) -> tuple[int, ...]:
     """Lengths to be rehearsed next: the answer so far, the next block, and halfway to what is known not to fit."""
-    above = min((length for length in totals if best is not None and length > best), default=None)
-    if best is None or above is None:
+    if best is None:
+        return ()
+    above = min((length for length in totals if length > best), default=None)
+    if above is None:
         return ()
     wanted = {best, best + BLOCK, (best + above) // 2 // BLOCK * BLOCK}
     return tuple(sorted(wanted - set(totals)))
@@ -86,19 +88,8 @@ def longest_within(totals: Mapping[int, int], capacity: int) -> int | None:
     if above is None:
         return lengths[-1]
     below = lengths[lengths.index(above) - 1]
-
-    def size(length: int) -> float:
-        return totals[below] + (totals[above] - totals[below]) * (length - below) / (above - below)
-
-    return BLOCK * _bisected(lambda blocks: size(BLOCK * blocks) <= capacity, below // BLOCK, above // BLOCK)
-
-
-def _bisected(fits: Callable[[int], bool], below: int, above: int) -> int:
-    """The largest number that fits; ``below`` does, ``above`` doesn't."""
-    while above - below > 1:
-        middle = (below + above) // 2
-        below, above = (middle, above) if fits(middle) else (below, middle)
-    return below
+    fits = below + (capacity - totals[below]) * (above - below) // (totals[above] - totals[below])
+    return fits // BLOCK * BLOCK
 
 
 def _totals(setup: Setup, shape: Shape, structure: Structure, lengths: tuple[int, ...]) -> dict[int, int]:
