@@ -26,7 +26,6 @@ class Gpu:
             GPU has a network card to itself.
         host_bytes_per_second: What it can send to its host, or get from it, in one direction.
         host_memory_bytes_per_second: Its part of what all memory channels of its host read and write at most.
-        gpus_per_node: How many share the faster links.
         sources: What was read where.
     """
 
@@ -38,7 +37,6 @@ class Gpu:
     network_bytes_per_second: float
     host_bytes_per_second: float
     host_memory_bytes_per_second: float
-    gpus_per_node: int
     sources: Mapping[str, str]
 
 
@@ -61,7 +59,6 @@ GPUS: Mapping[str, Gpu] = {
             network_bytes_per_second=50e9,
             host_bytes_per_second=64e9,
             host_memory_bytes_per_second=76.8e9,
-            gpus_per_node=8,
             sources={
                 "memory_gib": "80 GB: https://www.nvidia.com/en-us/data-center/h100/ (SXM); PyTorch reports 79.11 GiB: "
                 "https://github.com/vllm-project/vllm/issues/27508",
@@ -85,7 +82,6 @@ GPUS: Mapping[str, Gpu] = {
             network_bytes_per_second=50e9,
             host_bytes_per_second=64e9,
             host_memory_bytes_per_second=76.8e9,
-            gpus_per_node=8,
             sources={
                 "memory_gib": "141 GB: https://www.nvidia.com/en-us/data-center/h200/; as PyTorch reports it",
                 "hbm_bytes_per_second": "4.8 TB/s: https://www.nvidia.com/en-us/data-center/h200/",
@@ -108,7 +104,6 @@ GPUS: Mapping[str, Gpu] = {
             network_bytes_per_second=50e9,
             host_bytes_per_second=128e9,
             host_memory_bytes_per_second=89.6e9,
-            gpus_per_node=8,
             sources={
                 "memory_gib": "1,440 GB for 8: https://www.nvidia.com/en-us/data-center/dgx-b200/; CUDA reports 178.35 "
                 "GiB: https://github.com/pytorch/ao/pull/4002",
@@ -135,7 +130,6 @@ GPUS: Mapping[str, Gpu] = {
             network_bytes_per_second=50e9,
             host_bytes_per_second=64e9,
             host_memory_bytes_per_second=115.2e9,
-            gpus_per_node=8,
             sources={
                 "memory_gib": "192 GB of HBM, which are GiB: "
                 "https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html; as PyTorch reports it",

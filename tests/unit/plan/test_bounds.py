@@ -33,7 +33,6 @@ SLOW = Gpu(
     network_bytes_per_second=10,
     host_bytes_per_second=5,
     host_memory_bytes_per_second=1e5,
-    gpus_per_node=4,
     sources={},
 )
 FLOPS = Flops(linear=100, experts=200, attention=50, indexer=0, linear_attention=0, logits=150)
@@ -88,7 +87,7 @@ def test_offload() -> None:
 
 @pytest.mark.parametrize("each", GPUS.values(), ids=lambda each: each.name)
 def test_every_figure_has_its_source(each: Gpu) -> None:
-    figures = {field.name for field in fields(Gpu)} - {"name", "sources", "gpus_per_node"}
+    figures = {field.name for field in fields(Gpu)} - {"name", "sources"}
     assert set(each.sources) == figures
     for source in each.sources.values():
         assert "https://" in source
