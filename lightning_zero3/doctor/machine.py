@@ -37,7 +37,7 @@ class Tool:
 
 
 def compiler() -> Tool:
-    """The C++ compiler that torch would use (``CXX``, else ``c++``), tried on a program of one line."""
+    """The C++ compiler that torch would use (``CXX``, else ``c++``), tried on a program of two lines."""
     remedy = "install one (apt-get install g++, or conda install gxx) or set CXX to its path"
     said = os.environ.get("CXX", "")
     try:
