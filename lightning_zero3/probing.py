@@ -57,7 +57,7 @@ class UpstreamFix:
             try:
                 referenced = referenced_names(find(stage3))
             except AttributeError as error:
-                seen += [(f"a use of {error}", False)] * bool(names)
+                seen.append((f"a use of {error}", False))
                 continue
             seen += [(f"a use of {name}", name in referenced) for name in names]
         return seen
