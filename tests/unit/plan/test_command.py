@@ -32,6 +32,14 @@ def folder_with(folder: Path, text: object) -> str:
     return str(folder)
 
 
+def assert_refused(arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", *arguments]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1, err
+    assert message in err
+
+
 def test_the_reports_glm_on_a_laptop():
     command = [sys.executable, "-c", WITH_MEMORY]
     sizes = ["--nodes", "4", "--devices", "8", "--expert-parallel-size", "8"]
@@ -122,11 +130,7 @@ def test_the_text_model_of_text_and_vision(tmp_path, capfd):
     ],
 )
 def test_what_cannot_be_planned_is_one_line_and_status_2(arguments, message, capfd):
-    assert cli.main(["plan", *arguments.split()]) == 2
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert len(err.splitlines()) == 1, err
-    assert message in err
+    assert_refused(arguments.split(), message, capfd)
 
 
 @pytest.mark.parametrize(
@@ -148,11 +152,7 @@ def test_what_cannot_be_planned_is_one_line_and_status_2(arguments, message, cap
     ],
 )
 def test_a_config_that_cannot_be_planned_is_one_line_and_status_2(config, message, tmp_path, capfd):
-    assert cli.main(["plan", "--model", folder_with(tmp_path, config)]) == 2
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert len(err.splitlines()) == 1, err
-    assert message in err
+    assert_refused(["--model", folder_with(tmp_path, config)], message, capfd)
 
 
 @pytest.mark.parametrize(
@@ -169,8 +169,4 @@ def test_a_config_that_cannot_be_planned_is_one_line_and_status_2(config, messag
     ],
 )
 def test_what_only_the_set_up_finds_is_one_line_too(config, arguments, message, tmp_path, capfd):
-    assert cli.main(["plan", "--model", folder_with(tmp_path, config), "--devices", "2", *arguments]) == 2
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert len(err.splitlines()) == 1, err
-    assert message in err
+    assert_refused(["--model", folder_with(tmp_path, config), "--devices", "2", *arguments], message, capfd)
