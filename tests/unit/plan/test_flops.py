@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_zero3.flops import count_flops
 from lightning_zero3.plan.flops import Flops, flops_of
 from lightning_zero3.plan.shape import shape_of
 from lightning_zero3.plan.structure import PlannedParameter
@@ -32,6 +33,11 @@ def parameter(name: str, *shape: int) -> PlannedParameter:
     )
 
 
+def planned(model: Any, **options: Any) -> Flops:
+    parameters = [parameter(name, *p.shape) for name, p in model.named_parameters()]
+    return flops_of(parameters, shape_of(model.config), sequence_length=LENGTH, samples=SAMPLES, **options)
+
+
 def counted(family: str) -> tuple[Flops, int, int, Any]:
     """Ours of one forward, without the causal half, and torch's of forward and of forward and backward."""
     config = tiny(family)
@@ -42,14 +48,7 @@ def counted(family: str) -> tuple[Flops, int, int, Any]:
         model(input_ids=ids, use_cache=False)
     with FlopCounterMode(display=False) as both:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    ours = flops_of(
-        [parameter(name, *p.shape) for name, p in model.named_parameters()],
-        shape_of(config),
-        sequence_length=LENGTH,
-        samples=SAMPLES,
-        causal=False,
-    )
-    return ours, forward.get_total_flops(), both.get_total_flops(), forward
+    return planned(model, causal=False), forward.get_total_flops(), both.get_total_flops(), forward
 
 
 @pytest.mark.parametrize("family", ["glm", "mixtral", "qwen3", "minimax"])
@@ -57,6 +56,20 @@ def test_torch_counts_the_same(family: str) -> None:
     ours, forward, both, _ = counted(family)
     assert ours.forward == forward
     assert ours.training(recompute=False) == both
+
+
+@pytest.mark.parametrize("family", ["glm", "mixtral", "qwen3", "minimax", "qwen3_5"])
+def test_a_run_counts_the_same_for_its_mfu(family: str) -> None:
+    config = tiny(family)
+    if family == "minimax":
+        config.index_topk_blocks = LENGTH // config.index_block_size  # so that blocks leave no key out
+    model = build(config)
+    ours, runs, lengths = planned(model), count_flops(model), [LENGTH] * SAMPLES
+    # A plan leaves convolutions over four tokens out.
+    convolutions = 2 * sum(p.numel() for name, p in model.named_parameters() if "conv1d" in name) * sum(lengths)
+    assert (convolutions > 0) == (family == "qwen3_5")
+    assert ours.forward + convolutions == runs.forward(lengths)
+    assert ours.training(recompute=False) + 3 * convolutions == runs.training(lengths)
 
 
 def test_linear_attention_is_bounded_from_below() -> None:
