@@ -9,7 +9,7 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from lightning_zero3.config import SetupError
-from lightning_zero3.plan.child import Job, find_all
+from lightning_zero3.plan.child import rehearse_run
 from lightning_zero3.plan.depth import scene_of
 from lightning_zero3.plan.memory import Memory, memory_of
 from lightning_zero3.plan.settings import Setup
@@ -53,10 +53,8 @@ def planned_memory(settings: Settings, config: Any, *, ranks: int, expert_parall
     """
     with tempfile.TemporaryDirectory() as folder:
         setup = setup_of(settings, config, folder, ranks=ranks, expert_parallel_size=expert_parallel_size)
-        (found,) = find_all([Job(setup=setup, scenes=(scene_of(setup),))])
-    if isinstance(found, SetupError):
-        raise found
-    return memory_of(setup, found.structure, found.rehearsals[0])
+        structure, (rehearsal,) = rehearse_run(setup, (scene_of(setup),))
+    return memory_of(setup, structure, rehearsal)
 
 
 def setup_of(settings: Settings, config: Any, folder: str, *, ranks: int, expert_parallel_size: int) -> Setup:
