@@ -1,7 +1,7 @@
-"""Everything that can be known to be wrong before processes are started, groups made or GPU memory taken.
+"""What can be known to be wrong before processes are started, groups made or GPU memory taken, and costs little.
 
-Each check is a function that raises :class:`lightning_zero3.config.SetupError` with what to change. ``check_model`` is
-the place for what is known of the model on the meta device, such as that it doesn't fit.
+Each check is a function that raises :class:`lightning_zero3.config.SetupError` with what to change. Whether the model
+fits its GPUs is in ``gpu_memory.py``, whether a checkpoint fits the run in ``checkpoints.py``.
 """
 
 from __future__ import annotations
