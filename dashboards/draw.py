@@ -78,7 +78,6 @@ def draw(url: str, run: str, start: float, end: float, path: Path) -> None:
             size = 20 if lines else 11
             axes.text(0.5, 0.5, text, ha="center", va="center", fontsize=size, transform=axes.transAxes)
             axes.set_axis_off()
-            axes.set_title(panel["title"], loc="left", fontsize=10, fontweight="bold")
         else:
             _chart(axes, panel, lines, unit)
     path.parent.mkdir(parents=True, exist_ok=True)

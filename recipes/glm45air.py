@@ -6,13 +6,14 @@ on every GPU of this machine, on the Python standard library's own source. ``--s
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
 from shared.recipe import Recipe
-from shared.settings import Settings
+from shared.settings import TINY, Settings
 
 MODEL_CLASS = Glm4MoeForCausalLM
 
@@ -70,19 +71,7 @@ SCALED_DOWN: dict[str, Any] = {
     "pad_token_id": None,
 }
 SETTINGS = {
-    # Small enough for two CPU cores, large enough to learn what follows what in source code.
-    "tiny": Settings(
-        size="tiny",
-        output=Path("runs/glm45air"),
-        sequence_length=256,
-        micro_batch_size=4,
-        max_steps=200,
-        max_tokens=8_000_000,
-        optimizer="torch",
-        learning_rate=2e-3,
-        precision="32-true",
-        recompute_activations=False,
-    ),
+    "tiny": replace(TINY, output=Path("runs/glm45air")),
     # The settings under which the optimizer step was reported, on 4 nodes of 8 H200.
     "full": Settings(size="full", output=Path("runs/glm45air"), attention="cudnn", expert_parallel_size=8),
 }

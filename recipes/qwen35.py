@@ -7,13 +7,14 @@ every GPU of this machine, on the Python standard library's own source. ``--size
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from transformers import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
 
 from shared.recipe import Recipe
-from shared.settings import Settings
+from shared.settings import TINY, Settings
 
 MODEL_CLASS = Qwen3_5MoeForCausalLM
 LAYERS = 60
@@ -80,19 +81,7 @@ SCALED_DOWN: dict[str, Any] = {
     "eos_token_id": None,
 }
 SETTINGS = {
-    # Small enough for two CPU cores, large enough to learn what follows what in source code.
-    "tiny": Settings(
-        size="tiny",
-        output=Path("runs/qwen35"),
-        sequence_length=256,
-        micro_batch_size=4,
-        max_steps=200,
-        max_tokens=8_000_000,
-        optimizer="torch",
-        learning_rate=2e-3,
-        precision="32-true",
-        recompute_activations=False,
-    ),
+    "tiny": replace(TINY, output=Path("runs/qwen35")),
     # The settings under which the optimizer step was reported, on 4 nodes of 8 H200 and with 26 layers.
     "full": Settings(size="full", output=Path("runs/qwen35"), expert_parallel_size=32, loss_tiles=16),
 }

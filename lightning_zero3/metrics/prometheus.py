@@ -138,10 +138,10 @@ class PrometheusServer:
         snapshot = self._snapshot
         if snapshot is None:
             return
-        yield self._family(STEP, EXTRA[STEP], [({}, snapshot.step)])
-        yield self._family(CAPACITY, EXTRA[CAPACITY], [({"of": of}, size) for of, size in self._capacities.items()])
         ranks = max((len(values) for values in snapshot.of_each_rank.values()), default=1)
-        yield self._family(RANKS, EXTRA[RANKS], [({}, ranks)])
+        capacities = [({"of": of}, float(size)) for of, size in self._capacities.items()]
+        for name, samples in ((STEP, [({}, snapshot.step)]), (CAPACITY, capacities), (RANKS, [({}, ranks)])):
+            yield self._family(Series(name, "", 1.0, EXTRA[name]), samples)
         for entry in names.METRICS:
             # Each rank's own value tells more than the smallest and the place of the largest.
             if entry.name.startswith(names.SPREAD_PREFIX):
@@ -150,7 +150,6 @@ class PrometheusServer:
             yield from self._of_each_rank(entry, snapshot.of_each_rank.get(entry.name, ()))
 
     def _combined(self, entry: names.MetricEntry, values: Mapping[str, float]) -> Iterator[Any]:
-        series = series_of(entry)
         samples = []
         if entry.per_layer:
             layers = [name for name in values if name.startswith(f"{entry.name}/")]
@@ -158,27 +157,22 @@ class PrometheusServer:
         if entry.name in values:
             samples.insert(0, ({"layer": "all"} if entry.per_layer else {}, values[entry.name]))
         if samples:
-            yield self._family(series.name, series.help, [(labels, v * series.scale) for labels, v in samples], series)
+            yield self._family(series_of(entry), samples)
 
     def _of_each_rank(self, entry: names.MetricEntry, values: Sequence[float]) -> Iterator[Any]:
-        series = series_of(entry, of_each_rank=True)
         samples = [
-            ({"rank": str(rank), "node": str(rank // self._ranks_per_node)}, value * series.scale)
-            for rank, value in enumerate(values)
+            ({"rank": str(rank), "node": str(rank // self._ranks_per_node)}, value) for rank, value in enumerate(values)
         ]
         if samples:
-            yield self._family(series.name, series.help, samples, series)
+            yield self._family(series_of(entry, of_each_rank=True), samples)
 
-    def _family(
-        self, name: str, what: str, samples: Sequence[tuple[Mapping[str, str], float]], series: Series | None = None
-    ) -> Any:
+    def _family(self, series: Series, samples: Sequence[tuple[Mapping[str, str], float]]) -> Any:
         from prometheus_client.core import GaugeMetricFamily
 
         labels = list(samples[0][0]) if samples else []
-        unit = "" if series is None else series.unit
-        family = GaugeMetricFamily(name, what, labels=["run", *labels], unit=unit)
+        family = GaugeMetricFamily(series.name, series.help, labels=["run", *labels], unit=series.unit)
         for values, value in samples:
-            family.add_metric([self._run, *values.values()], value)
+            family.add_metric([self._run, *values.values()], value * series.scale)
         return family
 
 

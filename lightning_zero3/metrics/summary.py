@@ -161,9 +161,9 @@ def summarise(metrics: Metrics) -> RunSummary:
     last_losses = spread(losses[-LAST_LOSSES:])
     return RunSummary(
         steps=len(_optimizer_steps(numbered)),
-        step_microstep_early=_early(numbered, STEP_MICROSTEP),
+        step_microstep_early=early(numbered, STEP_MICROSTEP),
         step_microstep=_after_first(numbered, STEP_MICROSTEP),
-        step_total_early=_early(numbered, STEP_TOTAL),
+        step_total_early=early(numbered, STEP_TOTAL),
         step_total=_after_first(numbered, STEP_TOTAL),
         tokens_per_second=_after_first(numbered, TOKENS_PER_SECOND),
         memory=_largest_memory(numbered),
@@ -173,7 +173,13 @@ def summarise(metrics: Metrics) -> RunSummary:
     )
 
 
-def _early(numbered: Metrics, name: str) -> Spread | None:
+def early(numbered: Metrics, name: str) -> Spread | None:
+    """A metric over steps 2 to 10.
+
+    Args:
+        numbered: As :func:`number_steps` returns it.
+        name: The metric's.
+    """
     return spread([value for step, value in numbered.get(name, {}).items() if step in EARLY_STEPS])
 
 

@@ -18,25 +18,10 @@ from lightning_zero3.plan.longest import longest_that_fits
 from lightning_zero3.plan.models import load_model, recipe_settings
 from lightning_zero3.plan.predict import predict
 from lightning_zero3.plan.report import assemble
-from lightning_zero3.plan.settings import Optimizer, Precision, Setup
+from lightning_zero3.plan.settings import Optimizer, Precision, Setup, said_by
 from lightning_zero3.plan.shape import shape_of
 from lightning_zero3.plan.sweep import swept
 from lightning_zero3.plan.tables import show, show_sweep
-
-# Of a recipe's full size, where the command line doesn't say it.
-_FROM_RECIPES = (
-    "expert_parallel_size",
-    "expert_parallel_preset",
-    "tensor_parallel_size",
-    "precision",
-    "bf16_masters",
-    "sequence_length",
-    "micro_batch_size",
-    "recompute_activations",
-    "loss_tiles",
-    "optimizer",
-    "sub_group_size",
-)
 
 
 def plan(
@@ -172,12 +157,8 @@ def _of_a_setup() -> frozenset[str]:
 
 
 def _defaults(recipe: str | None) -> dict[str, Any]:
-    """What a recipe's full size says of a setup."""
-    if recipe is None:
-        return {}
-    settings = recipe_settings(recipe)
-    said = {name: getattr(settings, name) for name in _FROM_RECIPES}
-    return {name: value for name, value in said.items() if value is not None}
+    """What a recipe's full size says of a setup, where the command line doesn't."""
+    return {} if recipe is None else said_by(recipe_settings(recipe))
 
 
 def _found(setup: Setup, gpu: Gpu, *, rehearse: bool, longest: bool) -> dict[str, Any]:

@@ -15,6 +15,20 @@ Optimizer = Literal["deepspeed", "torch"]
 _MOST_RANKS = 65_536
 # What an element's index, and a buffer's size, must fit into.
 _MOST = 2**48
+# What a recipe's settings have under the same names.
+_OF_A_RECIPE = (
+    "expert_parallel_size",
+    "expert_parallel_preset",
+    "tensor_parallel_size",
+    "precision",
+    "bf16_masters",
+    "sequence_length",
+    "micro_batch_size",
+    "recompute_activations",
+    "loss_tiles",
+    "optimizer",
+    "sub_group_size",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +161,16 @@ class Setup:
     def from_json(cls, data: Mapping[str, Any]) -> Setup:
         """What :meth:`to_json` has written."""
         return cls(**data)
+
+
+def said_by(settings: Any) -> dict[str, Any]:
+    """What a recipe's settings say of a setup, as fields of one; what they leave open isn't among them.
+
+    Args:
+        settings: The recipe's.
+    """
+    said = {name: getattr(settings, name) for name in _OF_A_RECIPE}
+    return {name: value for name, value in said.items() if value is not None}
 
 
 def _check_type(name: str, value: Any, expected: Any) -> None:

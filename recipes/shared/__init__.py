@@ -1,1 +1,1 @@
-"""What all recipes share: reading training text."""
+"""What all recipes share."""

@@ -9,10 +9,10 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from lightning_zero3.config import SetupError
-from lightning_zero3.plan.child import Job, find_all
+from lightning_zero3.plan.child import rehearse_run
 from lightning_zero3.plan.depth import scene_of
 from lightning_zero3.plan.memory import Memory, memory_of
-from lightning_zero3.plan.settings import Setup
+from lightning_zero3.plan.settings import Setup, said_by
 from shared.settings import Settings
 
 _GIB = 2**30
@@ -53,10 +53,8 @@ def planned_memory(settings: Settings, config: Any, *, ranks: int, expert_parall
     """
     with tempfile.TemporaryDirectory() as folder:
         setup = setup_of(settings, config, folder, ranks=ranks, expert_parallel_size=expert_parallel_size)
-        (found,) = find_all([Job(setup=setup, scenes=(scene_of(setup),))])
-    if isinstance(found, SetupError):
-        raise found
-    return memory_of(setup, found.structure, found.rehearsals[0])
+        structure, (rehearsal,) = rehearse_run(setup, (scene_of(setup),))
+    return memory_of(setup, structure, rehearsal)
 
 
 def setup_of(settings: Settings, config: Any, folder: str, *, ranks: int, expert_parallel_size: int) -> Setup:
@@ -74,17 +72,7 @@ def setup_of(settings: Settings, config: Any, folder: str, *, ranks: int, expert
         model=folder,
         nodes=settings.num_nodes,
         devices=ranks // settings.num_nodes,
-        expert_parallel_size=expert_parallel_size,
-        expert_parallel_preset=settings.expert_parallel_preset,
-        tensor_parallel_size=settings.tensor_parallel_size or 1,
-        precision=settings.precision,
-        bf16_masters=settings.bf16_masters,
-        sequence_length=settings.sequence_length,
-        micro_batch_size=settings.micro_batch_size,
-        recompute_activations=settings.recompute_activations,
-        loss_tiles=settings.loss_tiles,
-        optimizer=settings.optimizer,
-        sub_group_size=settings.sub_group_size or Setup.sub_group_size,
+        **{**said_by(settings), "expert_parallel_size": expert_parallel_size},
     )
 
 

@@ -1,7 +1,7 @@
-"""Everything that can be known to be wrong before processes are started, groups made or GPU memory taken.
+"""What can be known to be wrong before processes are started, groups made or GPU memory taken, and costs little.
 
-Each check is a function that raises :class:`lightning_zero3.config.SetupError` with what to change. ``check_model`` is
-the place for what is known of the model on the meta device, such as that it doesn't fit.
+Each check is a function that raises :class:`lightning_zero3.config.SetupError` with what to change. Whether the model
+fits its GPUs is in ``gpu_memory.py``, whether a checkpoint fits the run in ``checkpoints.py``.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ import torch
 from lightning_zero3 import Zero3FastStrategy
 from lightning_zero3.config import SetupError
 from lightning_zero3.moe import parallel_layers
+from lightning_zero3.plan.shape import shape_of
 from lightning_zero3.topology import Topology
 from shared.data import PackedTokens, TokenStream, load_tokens
 from shared.settings import Settings
-
-_EXPERT_FIELDS = ("n_routed_experts", "num_local_experts", "num_experts")
 
 
 def local_processes() -> int | str:
@@ -41,8 +40,11 @@ def world_size(devices: int | str, num_nodes: int) -> int:
     """
     if os.environ.get("WORLD_SIZE", "").isdigit():
         return int(os.environ["WORLD_SIZE"])
-    local = int(devices) if str(devices).isdigit() else max(1, torch.cuda.device_count())
-    return local * num_nodes
+    return _on_this_node(devices) * num_nodes
+
+
+def _on_this_node(devices: int | str) -> int:
+    return int(devices) if str(devices).isdigit() else max(1, torch.cuda.device_count())
 
 
 def check_launcher(devices: int | str, num_nodes: int) -> None:
@@ -58,7 +60,7 @@ def check_launcher(devices: int | str, num_nodes: int) -> None:
     for name in names:
         started = os.environ.get(name, "")
         if started.isdigit():
-            local = int(devices) if str(devices).isdigit() else max(1, torch.cuda.device_count())
+            local = _on_this_node(devices)
             if local * num_nodes != int(started):
                 raise SetupError(
                     f"--devices {local} on --num_nodes {num_nodes} make {local * num_nodes} processes, but the "
@@ -75,8 +77,7 @@ def expert_parallel_size(settings: Settings, config: Any, ranks: int) -> int:
         config: The model's config.
         ranks: The number of ranks.
     """
-    experts: int = next(getattr(config, name) for name in _EXPERT_FIELDS if hasattr(config, name))
-    return settings.expert_parallel_size or gcd(ranks, experts)
+    return settings.expert_parallel_size or gcd(ranks, shape_of(config).experts)
 
 
 def check_machine(settings: Settings, name: str) -> None:

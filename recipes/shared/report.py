@@ -21,13 +21,7 @@ from lightning_zero3.metrics.names import (
     STEP_MICROSTEP,
     STEP_TOTAL,
 )
-from lightning_zero3.metrics.summary import (
-    EARLY_STEPS,
-    GIB_SUFFIX,
-    Metrics,
-    number_steps,
-    spread,
-)
+from lightning_zero3.metrics.summary import GIB_SUFFIX, Metrics, early, number_steps
 from lightning_zero3.metrics.summary_table import NOT_MEASURED, in_order, memory_label, number_text
 
 # Okabe and Ito's palette: its colours stay apart under every common colour blindness. Dashes tell lines apart as well.
@@ -83,15 +77,11 @@ def print_steps(metrics: Metrics, *, title: str, warmup: int, console: Console |
     columns = [LOSS, *STEP_COLUMNS]
     steps = sorted({step for name in columns for step in _from_first_step(numbered, name)})
     for step in steps:
-        values = [numbered.get(name, {}).get(step) for name in columns]
-        losses = ["" if value is None else f"{value:.6f}" for value in values[:1]]
-        times = ["" if value is None else number_text(value) for value in values[1:]]
-        table.add_row(f"{step}{', warm-up' if step <= warmup else ''}", *losses, *times)
+        loss, *times = (numbered.get(name, {}).get(step) for name in columns)
+        cells = ["" if loss is None else f"{loss:.6f}", *("" if time is None else number_text(time) for time in times)]
+        table.add_row(f"{step}{', warm-up' if step <= warmup else ''}", *cells)
     table.add_section()
-    spreads = [
-        spread([value for step, value in numbered.get(name, {}).items() if step in EARLY_STEPS])
-        for name in STEP_COLUMNS
-    ]
+    spreads = [early(numbered, name) for name in STEP_COLUMNS]
     for label, what in (("mean of 2 to 10", "mean"), ("min", "minimum"), ("max", "maximum")):
         cells = ["" if values is None else number_text(getattr(values, what)) for values in spreads]
         table.add_row(label, "", *cells)

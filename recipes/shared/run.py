@@ -65,7 +65,6 @@ def train(recipe: Recipe, settings: Settings) -> Path:
     experts = preflight.expert_parallel_size(settings, config, ranks)
     strategy = make_strategy(settings, expert_parallel_size=experts)
     preflight.check_model(recipe.model_class, config, strategy, ranks)
-    gpu_memory.check_gpu_memory(settings, config, ranks=ranks, expert_parallel_size=experts)
     stream, samples = preflight.check_data(settings, config, ranks)
     entropy = unigram_entropy(stream.tokens)
     made_by = checkpoints.identity(
@@ -76,6 +75,8 @@ def train(recipe: Recipe, settings: Settings) -> Path:
         data=f"{stream.description} (digest {stream.fingerprint()})",
     )
     resumed = checkpoints.to_resume(settings, made_by)
+    # Last: a minute.
+    gpu_memory.check_gpu_memory(settings, config, ranks=ranks, expert_parallel_size=experts)
 
     csv = CSVLogger(settings.output, name="", flush_logs_every_n_steps=10)
     run_dir = Path(csv.log_dir)

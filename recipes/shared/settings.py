@@ -147,3 +147,18 @@ class Settings(Zero3Options):
     def steps(self) -> int:
         """Optimizer steps of this run."""
         return BENCHMARK_STEPS if self.benchmark else self.max_steps
+
+
+# Of every recipe's scaled-down model: small enough for two CPU cores, large enough to learn what follows what in source
+# code.
+TINY = Settings(
+    size="tiny",
+    sequence_length=256,
+    micro_batch_size=4,
+    max_steps=200,
+    max_tokens=8_000_000,
+    optimizer="torch",
+    learning_rate=2e-3,
+    precision="32-true",
+    recompute_activations=False,
+)

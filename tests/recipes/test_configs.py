@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from deepspeed.module_inject.auto_ep_presets.registry import available_preset_names
@@ -11,6 +12,7 @@ from lightning_zero3.plan.child import find_structure
 from lightning_zero3.topology import Topology
 from shared import gpu_memory, preflight
 from shared.run import make_strategy
+from shared.settings import Settings
 from tests.recipes.recipes import RECIPES, meta_model
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
@@ -31,11 +33,16 @@ def test_there_is_one_for_each_published_setting():
     assert {path.stem for path in CONFIGS.iterdir()} == set(EXPECTED)
 
 
+def asked_for(name: str) -> tuple[ModuleType, Settings]:
+    """A file's recipe, and its settings."""
+    (module,) = (module for recipe, module in RECIPES.items() if name.startswith(recipe))
+    return module, module.RECIPE.parse(["--config", str(CONFIGS / f"{name}.yaml")])
+
+
 @pytest.mark.parametrize("name", EXPECTED)
 def test_it_loads_and_can_be_set_up(name):
-    (module,) = (module for recipe, module in RECIPES.items() if name.startswith(recipe))
+    module, settings = asked_for(name)
     ranks, parameters, experts, tensors, length = EXPECTED[name]
-    settings = module.RECIPE.parse(["--config", str(CONFIGS / f"{name}.yaml")])
     if settings.size == "full":
         assert (settings.devices or 0) * settings.num_nodes == ranks
         assert settings.benchmark
@@ -59,8 +66,6 @@ PLANNED = {
     "minimax_m3_16k": (173, 1059),
     "minimax_m3_4_layers_2gpu": (6, 51),
 }
-
-
 _AT_ONCE = ("glm45air_tiny", "minimax_m3_4_layers_2gpu")
 
 
@@ -70,9 +75,8 @@ _AT_ONCE = ("glm45air_tiny", "minimax_m3_4_layers_2gpu")
 def test_it_can_be_planned(name, tmp_path):
     if name.startswith("minimax") and "minimax_m3" not in available_preset_names():
         pytest.skip("the installed DeepSpeed has no preset for it")
-    (module,) = (module for recipe, module in RECIPES.items() if name.startswith(recipe))
+    module, settings = asked_for(name)
     ranks, parameters, experts, _, _ = EXPECTED[name]
-    settings = module.RECIPE.parse(["--config", str(CONFIGS / f"{name}.yaml")])
     config = module.RECIPE.config(settings)
     setup = gpu_memory.setup_of(settings, config, str(tmp_path), ranks=ranks, expert_parallel_size=experts)
     structure = find_structure(setup)

@@ -10,6 +10,7 @@ from lightning_zero3.config import SetupError
 from lightning_zero3.plan.memory import Memory
 from lightning_zero3.recipe_files import load_recipe
 from shared.gpu_memory import check_gpu_memory, planned_memory, refuse_what_does_not_fit
+from shared.run import train
 
 GIB = 2**30
 
@@ -45,3 +46,11 @@ def test_nothing_is_planned_without_a_gpu(monkeypatch):
     settings = recipe.settings["full"]
     monkeypatch.setattr("shared.gpu_memory.planned_memory", lambda *_, **__: pytest.fail("planned"))
     check_gpu_memory(settings, recipe.config(settings), ranks=32, expert_parallel_size=8)
+
+
+@pytest.mark.parametrize("wrong", [("--data", "no/such/file"), ("--resume", "no/such/checkpoint")])
+def test_nothing_is_planned_before_what_costs_less_is_checked(monkeypatch, tmp_path, wrong):
+    recipe = load_recipe("glm45air").RECIPE
+    monkeypatch.setattr("shared.gpu_memory.check_gpu_memory", lambda *_, **__: pytest.fail("planned"))
+    with pytest.raises(SetupError, match=wrong[1]):
+        train(recipe, recipe.parse(["--output", str(tmp_path), "--max_tokens", "10000", *wrong]))
