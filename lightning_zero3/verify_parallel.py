@@ -115,7 +115,6 @@ class _Copy:
         lane, lanes = self._layout.data_parallel_rank(rank), self._layout.data_parallel_size
         plain = self._whole(0).to(self.device)
         theirs = verify.plain(plain, self._batches, lanes, lane, **self._arguments)
-        theirs = {name: value.clone() for name, value in theirs.items()}
         allowed = verify.allowances(
             plain, theirs, lambda: verify.plain(plain, self._batches, lanes, lane, **self._arguments)
         )
