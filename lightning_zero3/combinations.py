@@ -232,7 +232,7 @@ COMBINATIONS: tuple[Combination, ...] = (
         "fp32, bf16-mixed, bf16-true, autocast; expert and tensor parallelism, alone and together; whole builds and "
         "`from_config` in `configure_model`; 1 and 2 ranks",
         "tested",
-        "bit for bit the validation inside fit, auxiliary losses included; one case of each in the default suite, the "
+        "bit for bit the validation inside fit, auxiliary losses included; four cases in the default suite, the "
         "rest with `-m slow`",
         f"{_D}/test_evaluate.py::test_an_evaluation_gives_the_bits_of_the_one_inside_fit",
     ),

@@ -284,16 +284,17 @@ def _set_tensor_parallel(config: Config, options: Zero3Options) -> None:
             "leave it out."
         )
     if tensor is not None and experts is not None:
-        _refuse_offload(config, f"tensor_parallel_size={tensor['autotp_size']}, expert_parallel_size", experts)
+        sizes = f"tensor_parallel_size={tensor['autotp_size']}, expert_parallel_size={experts.get('autoep_size', 1)}"
+        _refuse_offload(config, sizes)
 
 
-def _refuse_offload(config: Config, what: str, experts: Config) -> None:
+def _refuse_offload(config: Config, sizes: str) -> None:
     """Say early what DeepSpeed says in its engine: it has no offload under both parallelisms at once (0.19.8)."""
     for argument, path in _OFFLOAD_SECTIONS.items():
         section = _section(config, path)
         if section and section.get("device", "none") != "none":
             raise ConfigConflictError(
-                f"{what}={experts.get('autoep_size', 1)} and {argument}: DeepSpeed offloads under one of the two "
+                f"{sizes} and {argument}: DeepSpeed offloads under one of the two "
                 f"only. Leave {argument} ({'.'.join(path)}) out, and share the model out over more ranks instead; or "
                 "leave out one of the two sizes."
             )

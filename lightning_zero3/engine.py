@@ -75,7 +75,7 @@ def build_training_engine(
         NoShardedLayerError: A model to split was given and no layer of it was split.
     """
     import deepspeed
-    from deepspeed.runtime.zero import partition_parameters, stage3
+    from deepspeed.runtime.zero import stage3
 
     from lightning_zero3.optimizer.stage3 import FastStage3Optimizer
 
@@ -86,8 +86,6 @@ def build_training_engine(
             switches = replace(switches, alias_master_weights=False)
         ours = FastStage3Optimizer.with_switches(_switches_that_apply(switches, stage3.DeepSpeedZeroOptimizer_Stage3))
         scope.enter_context(substituted(stage3, "DeepSpeedZeroOptimizer_Stage3", ours))
-        init = partition_parameters.InsertPostInitMethodToModuleSubClasses
-        scope.enter_context(substituted(init, "_set_dtype", _given_dtype_first(init._set_dtype)))
         scope.enter_context(_setting_up(module, config, target, split))
         if not print_timers:
             scope.enter_context(substituted(deepspeed.utils.timer, "print_dist", lambda *_, **__: None))
@@ -131,13 +129,17 @@ def _setting_up(
     split: TensorParallelTarget | None,
 ) -> Iterator[None]:
     """What every engine needs around ``deepspeed.initialize``: nothing of an earlier one, and its own layers."""
+    from deepspeed.runtime.zero import partition_parameters
+
     before = engine_end.engine_of(module)
     if before is not None:
         engine_end.end(before.engine)
     engine_end.remove_engine_hooks(module)
     _cast_partitions(module, config)
     engine_end.forget_what_engines_leave(config)
+    init = partition_parameters.InsertPostInitMethodToModuleSubClasses
     with ExitStack() as scope:
+        scope.enter_context(substituted(init, "_set_dtype", _given_dtype_first(init._set_dtype)))
         if target is not None:
             scope.enter_context(auto_ep_on(target))
         tensor_parallel.forget_other_layouts(config["tensor_parallel"]["autotp_size"] if split is not None else 1)

@@ -22,8 +22,9 @@ from torch import nn
 _NAME = "_zero3_fast_engine"
 # On an engine that was ended, so that whoever still has it can be told.
 _ENDED = "zero3_fast_ended"
-# Attributes of parameters that say what one engine wants of them.
+# On a parameter: the hooks that it holds (:func:`_hold_hooks_visibly`).
 _HELD = "_zero3_fast_hooks"
+# Attributes of parameters that say what one engine wants of them.
 _OF_AN_ENGINE = ("_z3_optimizer", "comm_dtype")
 _HOLDS_THE_OPTIMIZER = ("optimizer", "basic_optimizer", "client_optimizer", "lr_scheduler", "client_lr_scheduler")
 _HOOKS = (

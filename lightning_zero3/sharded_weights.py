@@ -58,18 +58,16 @@ def load_sharded(module: nn.Module, folder: str | Path, layout: Topology, rank: 
     shared = files.own.get("shared_params") or {}
     sources = files.sources(named)
     _check_names(module, named, sources, shared, files.own, strict)
-    partitions = [(p, sources[name]) for name, p in named.items() if name in sources]
-    for name, parameter in named.items():
-        if name in sources and tuple(sources[name].shape) != tuple(parameter.ds_shape):
+    partitions = [(name, parameter, sources[name]) for name, parameter in named.items() if name in sources]
+    for name, parameter, source in partitions:
+        if tuple(source.shape) != tuple(parameter.ds_shape):
             raise UnfitCheckpointError(
-                f"{name} is {tuple(sources[name].shape)} in {folder} and {tuple(parameter.ds_shape)} here. "
+                f"{name} is {tuple(source.shape)} in {folder} and {tuple(parameter.ds_shape)} here. "
                 "Expert and tensor parallel sizes must be those of the run that has saved it."
             )
-    for parameter, source in partitions:
+    for _, parameter, source in partitions:
         _set_partition(parameter, source.partition_for(parameter))
-    buffers = {name for name, _ in module.named_buffers()}
-    kept = {name: value for name, value in files.own["module"].items() if name not in named}
-    _load_all_but_parameters(module, kept, buffers)
+    _load_all_but_parameters(module, {name: v for name, v in files.own["module"].items() if name not in named})
     return {name: value for name, value in files.own.items() if name not in _DEEPSPEEDS}
 
 
@@ -102,7 +100,7 @@ class _Files:
         self._folder = folder / _tag(folder)
         self._mp = layout.tensor_parallel_ranks(rank).index(rank)
         own = layout.data_parallel_rank(rank)
-        saved = self._ranks("zero_pp_rank_*_model_states.pt", layout)
+        saved = self._ranks(layout)
         self._here, self._saved = layout.data_parallel_size, len(saved)
         parallel = layout.expert_parallel_size > 1 or layout.tensor_parallel_size > 1
         if self._saved != self._here and parallel:
@@ -159,8 +157,9 @@ class _Files:
         ]
         return flats
 
-    def _ranks(self, pattern: str, layout: Topology) -> list[int]:
-        peers = {path.name.split("_mp_rank_")[1][:2] for path in self._folder.glob(pattern)}
+    def _ranks(self, layout: Topology) -> list[int]:
+        every = self._folder.glob("zero_pp_rank_*_model_states.pt")
+        peers = {path.name.split("_mp_rank_")[1][:2] for path in every}
         if len(peers) != layout.tensor_parallel_size:
             raise UnfitCheckpointError(
                 f"{self._folder} holds weights for tensor parallel size {len(peers)}, and it is "
@@ -237,12 +236,12 @@ def _set_partition(parameter: Any, values: torch.Tensor) -> None:
             master.copy_(values)
 
 
-def _load_all_but_parameters(module: nn.Module, values: dict[str, Any], buffers: set[str]) -> None:
-    own = dict(module.named_buffers())
+def _load_all_but_parameters(module: nn.Module, values: dict[str, Any]) -> None:
+    buffers = dict(module.named_buffers())
     with torch.no_grad():
         for name, value in values.items():
             if name in buffers:
-                own[name].copy_(value)
+                buffers[name].copy_(value)
     for prefix, each in _with_extra_state(module):
         if prefix + "_extra_state" in values:
             each.set_extra_state(values[prefix + "_extra_state"])

@@ -2,9 +2,8 @@
 
 The copy (:mod:`lightning_zero3.moe.scaled_down`) is of the model's own classes and config. It goes the way that the
 model itself goes next: the same path in a module, AutoEP and AutoTP by the same targets, a DeepSpeed engine by the
-run's config, on all ranks;
-partitioned while it is built where the model is. Plain Transformers computes the same, whole, on
-each rank for itself.
+run's config, on all ranks; partitioned while it is built where the model is. Plain Transformers computes the same,
+whole, on each rank for itself.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import distributed, nn
 
-from lightning_zero3 import engine_end
+from lightning_zero3 import engine_end, group_timeouts
 from lightning_zero3.config import SetupError
 from lightning_zero3.engine import build_training_engine
 from lightning_zero3.moe import parallel_layers, verify
@@ -116,7 +115,6 @@ class _Copy:
         lane, lanes = self._layout.data_parallel_rank(rank), self._layout.data_parallel_size
         plain = self._whole(0).to(self.device)
         theirs = verify.plain(plain, self._batches, lanes, lane, **self._arguments)
-        theirs = {name: value.clone() for name, value in theirs.items()}
         allowed = verify.allowances(
             plain, theirs, lambda: verify.plain(plain, self._batches, lanes, lane, **self._arguments)
         )
@@ -232,9 +230,8 @@ def _as_it_was() -> Iterator[None]:
 def _groups_of_their_own() -> Iterator[None]:
     """Let engines inside make process groups, and destroy these afterwards.
 
-    Upstream symbols: the state of ``deepspeed.utils.groups`` (0.19.7, 0.19.8), torch's ``_world.pg_map``. Reason:
-    groups outlive their engine, and the next one takes them for its own. Detected by tests of what is left. Expires
-    when ``destroy`` drops them.
+    Upstream symbol: the state of ``deepspeed.utils.groups`` (0.19.7, 0.19.8). Reason: groups outlive their engine, and
+    the next one takes them for its own. Detected by tests of what is left. Expires when ``destroy`` drops them.
     """
     from deepspeed.utils import groups
 
@@ -242,11 +239,10 @@ def _groups_of_their_own() -> Iterator[None]:
         mutable = {name: value for name, value in vars(groups).items() if name.isupper() or name in _GROUPS}
         return {name: dict(value) if isinstance(value, dict) else value for name, value in mutable.items()}
 
-    known = distributed.distributed_c10d._world.pg_map
-    before, there = state(), set(known)
+    before, there = state(), group_timeouts.groups()
     yield
     # All ranks have come here by the same collectives; one that failed alone must not wait for others.
-    for group in [group for group in known if group not in there]:
+    for group in [group for group in group_timeouts.groups() if group not in there]:
         distributed.destroy_process_group(group)
     for name, value in before.items():
         if isinstance(value, dict):

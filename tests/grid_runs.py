@@ -18,6 +18,7 @@ from lightning_zero3.moe import verify
 from lightning_zero3.moe.expert_parallel import already_replaced
 from lightning_zero3.moe.tensor_parallel import sharded_layers
 from lightning_zero3.topology import Topology
+from tests.engines import PRECISIONS
 from tests.fits import Language, Sentences, fit, optimizer_of
 from tests.models import tiny
 
@@ -108,8 +109,7 @@ def options(cell: Cell, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
     if cell.tensors > 1:
         strategy["tensor_parallel_size"] = cell.tensors
     if cell.precision == "autocast":
-        autocast = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
-        strategy["config"] = {**autocast, "zero_optimization": {"stage": 3, "sub_group_size": 5000}}
+        strategy["config"] = {**PRECISIONS["autocast"], "zero_optimization": {"stage": 3, "sub_group_size": 5000}}
     else:
         strategy["sub_group_size"] = 5000
     if cell.offload != "none":

@@ -219,8 +219,8 @@ def _narrow(config: Any, layout: Topology) -> None:
     keys = getattr(config, "num_key_value_heads", None) or queries
     fewer_keys = min(keys, max(2, tensor))
     fewer_queries = fewer_keys * min(queries // keys, 2)
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        _set(config, name, fewer_queries if name == "num_attention_heads" else fewer_keys)
+    _set(config, "num_attention_heads", fewer_queries)
+    _set(config, "num_key_value_heads", fewer_keys)
     # One indexer for each head of keys.
     _set(config, "index_n_heads", fewer_keys if getattr(config, "index_n_heads", 0) == keys else 2)
     if getattr(config, "rotary_dim", None):

@@ -2,9 +2,8 @@
 
 Rounding leaves nothing exact, so both are compared with what plain Transformers computes in fp32 from fp32 weights.
 Each tensor may be twice as far from it as Transformers' own bf16 result, or one rounding to bf16; gradients differ
-by the
-order of sums. Logits, which nothing but layers and routers decide, may differ from Transformers' own by a tenth of
-its own error. Qwen's routers round their weights to bf16, AutoEP's don't, so there it is the whole of it.
+by the order of sums. Logits, which nothing but layers and routers decide, may differ from Transformers' own by a tenth
+of its own error. Qwen's routers round their weights to bf16, AutoEP's don't, so there it is the whole of it.
 """
 
 from __future__ import annotations

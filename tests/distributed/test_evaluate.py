@@ -341,6 +341,42 @@ def test_a_checkpoint_that_is_evaluated_after_fit_reaches_masters_too(ranks, tmp
     ranks(2).run(into_the_training_engine, str(tmp_path))
 
 
+class Wide(Evaluated, Regression):
+    """With a weight that is worth DeepSpeed's while to swap to a file."""
+
+    def __init__(self) -> None:
+        super().__init__(dims=(13, 900, 900, 7))
+        self.seen: list[Any] = []
+
+    def computed(self, batch: Any) -> list[torch.Tensor]:
+        return [self.net(batch[0])]
+
+
+def from_files(folder: str) -> tuple[bool, bool]:
+    nvme = {
+        "remote_device": "nvme",
+        "offload_optimizer": True,
+        "offload_optimizer_device": "nvme",
+        "offload_parameters": True,
+        "offload_params_device": "nvme",
+        "nvme_path": folder,
+        "params_buffer_size": 2**21,
+        "params_buffer_count": 6,
+        "pin_memory": False,
+    }
+    seen = []
+    for options in (nvme, {}):
+        module, trainer = Wide(), trainer_of(Zero3FastStrategy(**options))
+        loader = DataLoader(Pairs(), batch_size=2)
+        seen.append(after(module, lambda: trainer.validate(module, loader, verbose=False)))  # noqa: B023
+    return same(*seen), any(path.stat().st_size for path in Path(folder).rglob("*.swp"))
+
+
+@pytest.mark.usefixtures("async_io")
+def test_weights_on_nvme_keep_their_digits(ranks, tmp_path):
+    assert ranks(1).run(from_files, str(tmp_path)) == [(True, True)]
+
+
 def nothing_to_save() -> str:
     module, trainer = Numbers(), trainer_of()
     trainer.validate(module, DataLoader(Pairs(), batch_size=2), verbose=False)

@@ -10,11 +10,11 @@ from torch import nn
 
 from lightning_zero3 import Zero3FastStrategy
 from lightning_zero3.config import SetupError
+from tests.engines import PRECISIONS
 from tests.fits import Language, Pairs, Regression, Sentences, assert_equal_bits, fit, optimizer_of, tensors_of
 from tests.models import build, tiny
 
-BF16_MASTERS = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
-AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+BF16_MASTERS, AUTOCAST = PRECISIONS["bf16 masters"], PRECISIONS["autocast"]
 
 
 class Scheduled(Regression):

@@ -57,7 +57,7 @@ def verified(
     family: str, options: dict[str, Any], trap: str | None = None, module: Any = None, **trainer: Any
 ) -> list[str]:
     """Fit a step; the lines that the check has logged, or its error."""
-    module = module or Language(nn.ModuleDict({"deep": build(tiny(family))})["deep"])
+    module = module or Language(build(tiny(family)))
     lines, logger = Lines(), logging.getLogger("lightning.pytorch")
     logger.addHandler(lines)
     try:
