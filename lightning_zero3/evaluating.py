@@ -117,7 +117,7 @@ class EvaluatingStrategy(DeepSpeedStrategy):
         """
         from lightning.pytorch.strategies.deepspeed import _validate_checkpoint_directory  # type: ignore[attr-defined]
 
-        from lightning_zero3.sharded_weights import load_sharded
+        from lightning_zero3.checkpoints.sharded_weights import load_sharded
 
         module = self.lightning_module
         assert module is not None

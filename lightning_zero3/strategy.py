@@ -35,7 +35,7 @@ from lightning_zero3 import (
     refusals,
     same_batches,
 )
-from lightning_zero3.checkpoint import load_consolidated
+from lightning_zero3.checkpoints.consolidated import load_consolidated
 from lightning_zero3.config import ConfigConflictError, Zero3Options
 from lightning_zero3.evaluating import EvaluatingStrategy
 from lightning_zero3.moe import auxiliary_loss, expert_parallel, parallel_layers
