@@ -20,7 +20,8 @@ Values = Mapping[int, float]
 _FIRST = (names.STEP_MICROSTEP, names.OPTIMIZER_STEP, names.STEP_TOTAL)
 _LOSSES = (names.LOSS, names.LOSS_OF_STEP)
 # What only says how a run learns; compared step by step, not by means.
-_NOT_COSTS = frozenset({*_LOSSES, names.GRAD_NORM, names.LEARNING_RATE})
+_NOT_COSTS = frozenset({*_LOSSES, names.GRAD_NORM, names.LEARNING_RATE, names.DEVICE_TOKENS_PER_SECOND})
+_NOT_COSTS_BELOW = (names.SPREAD_PREFIX, "moe/")
 _MOST_NAMES = 8
 
 
@@ -102,15 +103,15 @@ def by_step(side: Side, name: str | None, *, numbered: bool = True) -> list[Valu
 
 
 def in_tables(name: str) -> bool:
-    """Whether a metric is shown where not all are: costs, of all ranks and layers together.
+    """Whether a metric is shown where not all are: costs, of all ranks together.
 
     Args:
         name: The metric's.
 
-    >>> in_tables("step/total_ms"), in_tables("ranks/total_min_ms"), in_tables("moe/dead_experts/layer_3")
+    >>> in_tables("step/total_ms"), in_tables("ranks/total_min_ms"), in_tables("moe/dead_experts")
     (True, False, False)
     """
-    return name not in _NOT_COSTS and not name.startswith(names.SPREAD_PREFIX) and "/layer_" not in name
+    return name not in _NOT_COSTS and not name.startswith(_NOT_COSTS_BELOW)
 
 
 def _after(numbered: Sequence[Mapping[str, Values]], warmup: int) -> dict[str, list[float]]:

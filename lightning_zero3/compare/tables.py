@@ -26,13 +26,15 @@ def figure(value: float | None) -> str:
         value: It, or None.
 
     >>> [figure(value) for value in (4182.13, 210.4, -0.8491, 0.00372, 735.0, None)]
-    ['4,182.13', '210.40', '-0.8491', '0.00372', '735', '–']
+    ['4,182.1', '210.40', '-0.849', '0.00372', '735', '–']
     """
     if value is None:
         return _NONE
     if value == round(value):
         return f"{value:,.0f}"
-    return f"{value:,.2f}" if abs(value) >= 1 else f"{value:.4g}"
+    if abs(value) < 1:
+        return f"{value:.3g}"
+    return f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.2f}"
 
 
 def _percent(share: float | None) -> str:
@@ -45,7 +47,8 @@ def sentences(report: dict[str, Any]) -> list[str]:
     Args:
         report: See :func:`lightning_zero3.compare.report.assemble`.
     """
-    said = [_of_the_first(report), _of_the_whole_step(report), _of_the_runs(report), _of_visits(report)]
+    said = [_of_the_first(report), _of_the_whole_step(report), _of_the_runs(report), _of_other_times(report)]
+    said.append(_of_visits(report))
     said += [_of_values(report, "loss", "Loss"), _of_values(report, "grad_norm", "Gradient norm")]
     return [each for each in said if each] + report["notes"]
 
@@ -101,6 +104,19 @@ def _of_the_runs(report: dict[str, Any]) -> str:
     return f"Means of runs of one setting differ by up to {figure(apart)} ms: {verdict} what is saved."
 
 
+def _of_other_times(report: dict[str, Any]) -> str:
+    """Parts of a step whose means differ by more than chance and the runs of one setting do."""
+    means = (report["noise_floor"] or {"means": {}})["means"]
+    clear = [
+        name
+        for name in report["share_of_step"]
+        if report["clear"][name] and name not in (report["first_metric"], names.STEP_TOTAL)
+        and abs(report["metrics"][name]["saved"]) > means.get(name, 0)
+    ]
+    told = (f"{name} {_less_or_more(report['metrics'][name]['saved'])}" for name in clear)
+    return f"Clear as well: {', '.join(told)}." if clear else ""
+
+
 def _of_visits(report: dict[str, Any]) -> str:
     cost = report["cost_per_avoided_visit"]
     if cost is None:
@@ -121,7 +137,7 @@ def _of_values(report: dict[str, Any], key: str, label: str) -> str:
     if largest is not None:
         said += ", and after it" if largest == 0 and identical else f"; largest difference after it {largest:.2g}"
     floor = (report["noise_floor"] or {key: {"largest_difference": None}})[key]["largest_difference"]
-    if floor is not None and largest is not None:
+    if floor is not None and largest:
         within = "within" if largest <= floor else "above"
         said += f" ({within} the noise of runs of one setting, {floor:.2g})"
     return said + "."
@@ -132,11 +148,12 @@ def rows(report: dict[str, Any], patterns: Sequence[str] = ()) -> list[tuple[str
 
     Args:
         report: See :func:`lightning_zero3.compare.report.assemble`.
-        patterns: Names, or patterns as a shell's, of what is shown; by default costs over all ranks and layers.
+        patterns: Names, or patterns as a shell's, of what is shown; by default costs over all ranks and layers that
+            aren't the same in both.
     """
     found = []
     known = list(names.BY_NAME)
-    shown = [name for name in report["metrics"] if _is_shown(name, patterns)]
+    shown = [name for name in report["metrics"] if _is_shown(report, name, patterns)]
     for name in sorted(shown, key=lambda each: known.index(each) if each in known else len(known)):
         each = report["metrics"][name]
         sides = [
@@ -158,7 +175,7 @@ def left_out(report: dict[str, Any], patterns: Sequence[str] = ()) -> int:
         report: See :func:`lightning_zero3.compare.report.assemble`.
         patterns: As for :func:`rows`.
     """
-    return sum(not _is_shown(name, patterns) for name in report["metrics"])
+    return sum(not _is_shown(report, name, patterns) for name in report["metrics"])
 
 
 def require_matches(report: dict[str, Any], patterns: Sequence[str]) -> None:
@@ -176,8 +193,12 @@ def require_matches(report: dict[str, Any], patterns: Sequence[str]) -> None:
             raise SetupError(f"--metrics {pattern}: no such metric in both. There are {', '.join(report['metrics'])}.")
 
 
-def _is_shown(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns) if patterns else in_tables(name)
+def _is_shown(report: dict[str, Any], name: str, patterns: Sequence[str]) -> bool:
+    if patterns:
+        return any(fnmatchcase(name, pattern) for pattern in patterns)
+    found = report["metrics"][name]
+    differs = any(found[f"{what}_a"] != found[f"{what}_b"] for what in ("mean", "min", "max"))
+    return differs and in_tables(name)
 
 
 def _title(report: dict[str, Any]) -> list[str]:
@@ -211,10 +232,11 @@ def show(report: dict[str, Any], patterns: Sequence[str] = (), console: Console 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), caption=Text(_caption(report, patterns)), caption_justify="left")
     for place, heading in enumerate(_HEADINGS):
         table.add_column(heading, justify="right" if place else "left", no_wrap=place != 0, overflow="fold")
-    for row in rows(report, patterns):
+    cells = rows(report, patterns)
+    for row in cells:
         # Two lines, so that the numbers have room in a terminal of 80 characters.
         table.add_row(*map(Text, (row[0].replace("/", "/\n", 1), *row[1:])))
-    out.print(table)
+    out.print(table if cells else Text("What a step costs is the same in both, in all metrics."))
     for said in sentences(report):
         out.print(Text(f"• {said}"))
 
