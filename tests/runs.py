@@ -1,4 +1,4 @@
-"""Logs of runs, written as Lightning's loggers write them: those of the reports, from their means and ranges, and others."""
+"""Logs of runs as ``CSVLogger`` writes them: those of the reports, from their means and ranges, and others."""
 
 from __future__ import annotations
 

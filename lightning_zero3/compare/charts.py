@@ -67,7 +67,9 @@ def _draw_steps(panel: Any, report: dict[str, Any], a: Side, b: Side) -> None:
             few = len(later) < _MANY
             style = {"marker": marker if few else "", "markersize": 4, "linewidth": 1.0 if few else 0.8}
             text = f"{label}: mean {figure_text(mean)}, {figure_text(low)} to {figure_text(high)}"
-            panel.plot(list(later), list(later.values()), color=colour, alpha=0.85, label="" if number else text, **style)
+            panel.plot(
+                list(later), list(later.values()), color=colour, alpha=0.85, label="" if number else text, **style
+            )
         if mean is not None:
             panel.axhline(mean, color=colour, linestyle="--", linewidth=1.2)
     _name(panel, _label(name), "optimizer step of the run", _unit(name))
@@ -97,7 +99,9 @@ def _draw_phases(panel: Any, report: dict[str, Any]) -> None:
         places = [place + offset for place in range(len(phases))]
         panel.barh(places, heights, 0.38, color=colour, xerr=errors, ecolor="#222222", capsize=2.5, label=label)
         for place, mean, (_, _, high) in zip(places, heights, found, strict=True):
-            panel.annotate(figure_text(mean), (high, place), (5, 0), textcoords="offset points", va="center", fontsize=8)
+            panel.annotate(
+                figure_text(mean), (high, place), (5, 0), textcoords="offset points", va="center", fontsize=8
+            )
     panel.set_yticks(range(len(phases)), list(phases.values()))
     panel.invert_yaxis()
     panel.margins(x=0.25)
@@ -106,7 +110,7 @@ def _draw_phases(panel: Any, report: dict[str, Any]) -> None:
 
 def _draw_losses(panel: Any, apart: Mapping[int, float], noise: Mapping[int, float]) -> None:
     """The largest difference of the losses at each step, beside that of runs of one setting."""
-    _name(panel, "Difference of the losses", "optimizer step", "largest |A − B|")
+    _name(panel, "Difference of the losses", "optimizer step", "|A - B|")
     if not apart:
         _say(panel, "no loss in both, or no common step")
         return

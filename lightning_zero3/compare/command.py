@@ -53,15 +53,15 @@ def compare(
         raise SetupError("--markdown and --json: one of them.")
     if chart is not None:
         require_drawable(Path(chart))
-    sides = [[read_run(path) for path in side] for side in (a, b)]
-    report = assemble(*sides, warmup=warmup, loss=loss)
+    runs_a, runs_b = ([read_run(path) for path in side] for side in (a, b))
+    report = assemble(runs_a, runs_b, warmup=warmup, loss=loss)
     patterns = metrics or []
     if patterns and not json:
         require_matches(report, patterns)
     if chart is not None:
         from lightning_zero3.compare.charts import draw  # matplotlib is no dependency of training
 
-        draw(report, *sides, Path(chart))
+        draw(report, runs_a, runs_b, Path(chart))
     if json:
         print(json_format.dumps(report, allow_nan=False))
     elif markdown:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sqlite3
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
 
@@ -104,7 +104,7 @@ def _unbounded(value: float) -> float:
     return math.copysign(math.inf, value) if abs(value) == sys.float_info.max else value
 
 
-def _one(given: str, chosen: str, names: dict[str, str | None]) -> str:
+def _one(given: str, chosen: str, names: Mapping[str, str | None]) -> str:
     """The id of the run that is meant."""
     found = [id_ for id_, name in names.items() if id_.startswith(chosen) or name == chosen]
     if chosen in names:

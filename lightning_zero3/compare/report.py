@@ -99,7 +99,7 @@ def by_step(side: Side, name: str | None, *, numbered: bool = True) -> list[Valu
         numbered: By the run's own step, from 1; else by Lightning's.
     """
     runs = [run.numbered() if numbered else run.metrics for run in side]
-    return [dict(run[name]) for run in runs if name in run]
+    return [] if name is None else [dict(run[name]) for run in runs if name in run]
 
 
 def in_tables(name: str) -> bool:
@@ -205,10 +205,10 @@ def _notes(a: Side, b: Side, of_loss: Agreement, of_norm: Agreement) -> list[str
             first, last = run.repeated[0] + 1, run.repeated[-1] + 1
             span = f"steps {first} to {last} are" if last > first else f"step {first} is"
             notes.append(
-                f"{run.path}: {span} in the log twice, as after a resume. The later values are taken; the resumed run's "
-                "own first step isn't left out."
+                f"{run.path}: {span} in the log twice, as after a resume. The later values are taken; the resumed "
+                "run's own first step isn't left out."
             )
-    lengths = [{steps for steps in _steps([run.numbered() for run in side])} for side in (a, b)]
+    lengths = [set(_steps([run.numbered() for run in side])) for side in (a, b)]
     if lengths[0] != lengths[1]:
         told = [" or ".join(map(str, sorted(each))) for each in lengths]
         notes.append(f"A logged {told[0]} steps, B {told[1]}: means and ranges are of other numbers of steps.")

@@ -50,7 +50,7 @@ def sentences(report: dict[str, Any]) -> list[str]:
     said = [_of_the_first(report), _of_the_whole_step(report), _of_the_runs(report), _of_other_times(report)]
     said.append(_of_visits(report))
     said += [_of_values(report, "loss", "Loss"), _of_values(report, "grad_norm", "Gradient norm")]
-    return [each for each in said if each] + report["notes"]
+    return [*(each for each in said if each), *report["notes"]]
 
 
 def _of_the_first(report: dict[str, Any]) -> str:
@@ -72,8 +72,7 @@ def _of_the_first(report: dict[str, Any]) -> str:
     else:
         verdict = f"The ranges overlap ({ranges}), and the difference may be chance{t}."
     return (
-        f"{name}: {figure(found['mean_a'])} → {figure(found['mean_b'])} ms, {_less_or_more(saved)}"
-        f"{of_step}. {verdict}"
+        f"{name}: {figure(found['mean_a'])} → {figure(found['mean_b'])} ms, {_less_or_more(saved)}{of_step}. {verdict}"
     )
 
 
@@ -110,7 +109,8 @@ def _of_other_times(report: dict[str, Any]) -> str:
     clear = [
         name
         for name in report["share_of_step"]
-        if report["clear"][name] and name not in (report["first_metric"], names.STEP_TOTAL)
+        if report["clear"][name]
+        and name not in (report["first_metric"], names.STEP_TOTAL)
         and abs(report["metrics"][name]["saved"]) > means.get(name, 0)
     ]
     told = (f"{name} {_less_or_more(report['metrics'][name]['saved'])}" for name in clear)
@@ -202,9 +202,7 @@ def _is_shown(report: dict[str, Any], name: str, patterns: Sequence[str]) -> boo
 
 
 def _title(report: dict[str, Any]) -> list[str]:
-    return [
-        f"{label.upper()}: {', '.join(run['path'] for run in report['runs'][label])}" for label in ("a", "b")
-    ]
+    return [f"{label.upper()}: {', '.join(run['path'] for run in report['runs'][label])}" for label in ("a", "b")]
 
 
 def _caption(report: dict[str, Any], patterns: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -57,11 +57,12 @@ def train_both(recipe: Recipe, settings: Settings) -> Path:
     same = why_the_same(settings)
     if same is not None:
         raise SameCodeError(f"--ab {switch}: both arms would run the same code. {same}")
-    arms = {arm: replace(settings, **{switch: on}) for arm, (_, on) in ARMS.items()}
+    arms: dict[str, Settings] = {}
+    for arm, (_, on) in ARMS.items():
+        chosen: dict[str, Any] = {switch: on}
+        arms[arm] = replace(settings, **chosen)
     prepared = prepare(recipe, arms["a"])
-    gpu_memory.check_gpu_memory(
-        arms["b"], prepared.config, ranks=prepared.ranks, expert_parallel_size=prepared.experts
-    )
+    gpu_memory.check_gpu_memory(arms["b"], prepared.config, ranks=prepared.ranks, expert_parallel_size=prepared.experts)
     runs: dict[str, list[str]] = {"a": [], "b": []}
     order = alternating(settings.ab_rounds)
     for number, arm in enumerate(order, start=1):

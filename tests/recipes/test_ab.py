@@ -1,4 +1,4 @@
-"""``--ab SWITCH``: both arms of a recipe in alternation on real ranks, what is printed and kept, and what is refused."""
+"""``--ab SWITCH``: both arms of a recipe in alternation on real ranks, what is printed, kept and refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def both_arms(ranks: int, *arguments: str) -> dict[str, Any]:
     with contextlib.redirect_stdout(printed):
         folder = train_both(GLM, settings)
     gc.collect()
-    alive = [each for each in gc.get_objects() if type(each) is DeepSpeedEngine and hasattr(each.optimizer, "optimizer")]
+    alive = [
+        each for each in gc.get_objects() if type(each) is DeepSpeedEngine and hasattr(each.optimizer, "optimizer")
+    ]
     return {"printed": printed.getvalue(), "folder": str(folder), "alive": len(alive)}
 
 
@@ -144,7 +146,12 @@ def test_arms_that_run_the_same_code_are_refused_before_a_process_is_started(
 
 def test_which_switches_make_a_difference():
     left_out = parts_to_leave_out(DeepSpeedZeroOptimizer_Stage3)
-    for switch in ("coalesce_grad_norms", "batch_optimizer_step", "coalesce_persistent_gather", "skip_redundant_release"):
+    for switch in (
+        "coalesce_grad_norms",
+        "batch_optimizer_step",
+        "coalesce_persistent_gather",
+        "skip_redundant_release",
+    ):
         assert (why_the_same(GLM.parse(["--ab", switch])) is None) is (switch not in left_out)
     assert why_the_same(GLM.parse(["--ab", "alias_master_weights"])) is None
     masters = ("--precision", "bf16-true", "--bf16_masters", "true")

@@ -12,7 +12,10 @@ from lightning_zero3.config import SetupError
 from lightning_zero3.metrics.names import GRAD_CLEAR_VISITS, GRAD_NORM, LOSS, LOSS_OF_STEP, STEP_MICROSTEP, STEP_TOTAL
 from tests.runs import GLM, QWEN, learning, reported, write_csv
 
-FIELDS = "mean_a mean_b min_a max_a min_b max_b saved ranges_overlap t df n_a n_b".split()
+FIELDS = [
+    *("mean_a", "mean_b", "min_a", "max_a", "min_b", "max_b"),
+    *("saved", "ranges_overlap", "t", "df", "n_a", "n_b"),
+]
 
 
 def compared(a: list[str], b: list[str], **options):
@@ -26,7 +29,9 @@ def test_the_report_on_glm(tmp_path):
     report = compared([a], [b])
     found = report["metrics"][STEP_MICROSTEP]
     assert list(found) == FIELDS
-    assert [found[name] for name in FIELDS[:6]] == pytest.approx([GLM["a"][0], GLM["b"][0], *GLM["a"][1:], *GLM["b"][1:]])
+    assert [found[name] for name in FIELDS[:6]] == pytest.approx(
+        [GLM["a"][0], GLM["b"][0], *GLM["a"][1:], *GLM["b"][1:]]
+    )
     assert found["saved"] == pytest.approx(197.34)
     assert (found["ranges_overlap"], found["n_a"], found["n_b"]) == (False, 9, 9)
     assert found["min_a"] - found["max_b"] == pytest.approx(174, abs=0.5)
