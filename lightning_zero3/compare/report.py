@@ -8,6 +8,8 @@ from itertools import combinations
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from lightning_zero3.compare.read import Run
 from lightning_zero3.compare.statistics import Agreement, Difference, agreement, between, difference, within
 from lightning_zero3.config import SetupError
@@ -66,8 +68,8 @@ def assemble(a: Side, b: Side, *, warmup: int = 1, loss: str | None = None) -> d
     if not compared:
         raise SetupError(f"No metric has values after step {warmup} in both; A and B both have {_some(set(common))}.")
     name_of_loss = _loss(set(common), loss)
-    losses = [_values(side, name_of_loss) for side in (a, b)]
-    norms = [_values(side, names.GRAD_NORM) for side in (a, b)]
+    narrow = any(run.kind == "TensorBoard" for run in (*a, *b))
+    losses, norms = ([_values(side, name, narrow) for side in (a, b)] for name in (name_of_loss, names.GRAD_NORM))
     of_loss, of_norm = (agreement(between(*sides)) for sides in (losses, norms))
     first = next((name for name in _FIRST if name in compared), None)
     return {
@@ -138,8 +140,13 @@ def _loss(common: set[str], asked_for: str | None) -> str | None:
     return asked_for or next((name for name in _LOSSES if name in common), None)
 
 
-def _values(side: Side, name: str | None) -> list[Values]:
-    return by_step(side, name, numbered=False)
+def _values(side: Side, name: str | None, narrow: bool) -> list[Values]:
+    """By Lightning's step; in 32 bits, if one of the logs has no more."""
+    values = by_step(side, name, numbered=False)
+    if not narrow:
+        return values
+    with np.errstate(over="ignore"):
+        return [{step: float(np.float32(value)) for step, value in run.items()} for run in values]
 
 
 def _told(found: Agreement) -> dict[str, Any]:
@@ -219,5 +226,5 @@ def _notes(a: Side, b: Side, of_loss: Agreement, of_norm: Agreement) -> list[str
             notes.append(f"The {what} is NaN or infinite in step {first}{others}.")
     kinds = {run.kind for run in (*a, *b)}
     if len(kinds) > 1 and "TensorBoard" in kinds:
-        notes.append("TensorBoard keeps 32 bits of a number, so small differences from the other logs are its own.")
+        notes.append("TensorBoard keeps 32 bits of a number; losses and gradient norms are compared in these.")
     return notes

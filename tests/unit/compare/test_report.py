@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_zero3.compare.read import read_run
 from lightning_zero3.compare.report import assemble
@@ -118,6 +119,18 @@ def test_other_metrics_other_numbers_of_steps_and_resumes_are_said(tmp_path):
     assert report["grad_norm"] == {"step1_identical": None, "largest_difference": None}
     (tmp_path / "b" / "metrics.csv").write_text("step,train/loss\n0,3\n1,2\n2,2\n1,2\n2,2\n")
     assert any("step 2 is in the log twice" in note for note in compared([a], [b])["notes"])
+
+
+def test_logs_of_32_and_of_64_bits_of_one_run_are_the_same(tmp_path):
+    run = learning(5)
+    pytest.importorskip("tensorboard")
+    narrow = TensorBoardLogger(tmp_path, name="", version="narrow")
+    for step in range(5):
+        narrow.log_metrics({name: values[step] for name, values in run.items()}, step)
+    narrow.finalize("success")
+    report = compared([str(tmp_path / "narrow")], [write_csv(tmp_path / "wide", run)])
+    assert report["loss"] == {"step1_identical": True, "largest_difference": 0}
+    assert "TensorBoard keeps 32 bits" in " ".join(report["notes"])
 
 
 def test_another_loss(tmp_path):
