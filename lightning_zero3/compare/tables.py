@@ -65,7 +65,9 @@ def _of_the_first(report: dict[str, Any]) -> str:
         f"{figure(found['max_b'])} ms"
     )
     t = "" if found["t"] is None else f", t = {found['t']:.1f} over {found['n_a']} and {found['n_b']} steps"
-    if not found["ranges_overlap"]:
+    if min(found["n_a"], found["n_b"]) < 2:
+        verdict = f"That is of {found['n_a']} and {found['n_b']} steps, too few for a range."
+    elif not found["ranges_overlap"]:
         verdict = f"The ranges don't overlap: {ranges}{t}."
     elif report["clear"][name]:
         verdict = f"The ranges overlap ({ranges}), but the difference of the means is clear{t}."

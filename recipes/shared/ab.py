@@ -36,6 +36,8 @@ ARMS = {"a": ("off", False), "b": ("on", True)}
 class SameCodeError(SetupError):
     """Both arms would run the same code, so there is nothing to compare."""
 
+    exit_status = 2
+
 
 def train_both(recipe: Recipe, settings: Settings) -> Path:
     """Train both arms in alternation, and print and keep the comparison.

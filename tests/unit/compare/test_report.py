@@ -133,6 +133,14 @@ def test_logs_of_32_and_of_64_bits_of_one_run_are_the_same(tmp_path):
     assert "TensorBoard keeps 32 bits" in " ".join(report["notes"])
 
 
+def test_one_step_is_no_sample(tmp_path):
+    a, b = (write_csv(tmp_path / side, learning(2, optimizer_ms=ms)) for side, ms in (("a", 30), ("b", 20)))
+    report = compared([a], [b])
+    found = report["metrics"][STEP_MICROSTEP]
+    assert (found["saved"], found["t"], found["n_a"], report["clear"][STEP_MICROSTEP]) == (10, None, 1, False)
+    assert "too few for a range" in sentences(report)[0]
+
+
 def test_another_loss(tmp_path):
     run = learning(5)
     losses = run.pop(LOSS)
