@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import json
 import re
 import sys
 from argparse import ArgumentError
@@ -14,9 +15,14 @@ from lightning_zero3.config import SetupError
 
 # Command → module:function. A function's signature and docstring are its options and help; it returns the exit status.
 COMMANDS = {
+    "compare": "lightning_zero3.compare.command:compare",
     "doctor": "lightning_zero3.doctor.command:doctor",
     "plan": "lightning_zero3.plan.command:plan",
 }
+
+# What may be given without its option's name, in this order.
+POSITIONS = {"compare": ("a", "b")}
+_BOOLS = frozenset({"true", "false", "yes", "no"})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,25 +55,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _as_parsed(given: Sequence[str], commands: Mapping[str, Callable[..., int]]) -> list[str]:
-    """Arguments as the parser knows them: underscores in options' names, and a value for each flag.
+    """Arguments as the parser knows them: underscores in options' names, a value for each flag, lists as JSON.
 
     >>> def a_command(json: bool = False, an_option: int = 1) -> int: ...
     >>> _as_parsed(["a-command", "--json", "--an-option=8"], {"a-command": a_command})
     ['a-command', '--json=true', '--an_option=8']
+    >>> def compare(a: list[str], b: list[str], json: bool = False) -> int: ...
+    >>> _as_parsed(["compare", "--json", "one", "two", "--b", "three", "four"], {"compare": compare})
+    ['compare', '--json=true', '--a=["one"]', '--b=["two", "three", "four"]']
     """
     command = commands.get(given[0]) if given else None
     hints = get_type_hints(command) if command is not None else {}
-    parsed = []
-    for argument, following in itertools.zip_longest(given, given[1:], fillvalue="--"):
-        name, equals, value = argument.partition("=")
-        if not argument.startswith("--") or argument == "--":
-            parsed.append(argument)
+    places = iter(POSITIONS.get(given[0], ()) if given else ())
+    lists: dict[str, list[str]] = {}
+    parsed = list(given[:1])
+    left = list(given[1:])
+    while left:
+        name, equals, value = left.pop(0).partition("=")
+        if not name.startswith("--") or name == "--":
+            place = next(places, None)
+            if place is None:
+                parsed.append(name + equals + value)
+            else:
+                lists.setdefault(place, []).append(name + equals + value)
             continue
         name = name[2:].replace("-", "_")
-        if not equals and bool in (hints.get(name), *get_args(hints.get(name))) and following.startswith("--"):
-            equals, value = "=", "true"
-        parsed.append(f"--{name}{equals}{value}")
-    return parsed
+        kinds = (hints.get(name), *get_args(hints.get(name)))
+        if list[str] in kinds:
+            values = [value] if equals else list(itertools.takewhile(lambda each: not each.startswith("--"), left))
+            left = left if equals else left[len(values) :]
+            lists.setdefault(name, []).extend(values)
+        elif not equals and bool in kinds and not (left and left[0].lower() in _BOOLS):
+            parsed.append(f"--{name}=true")
+        else:
+            own = [] if equals or not left or left[0].startswith("--") else [left.pop(0)]
+            parsed += [f"--{name}{equals}{value}", *own]
+    return parsed + [f"--{name}={json.dumps(values)}" for name, values in lists.items()]
 
 
 def _said(error: BaseException) -> str:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_zero3.config import SetupError
+from lightning_zero3.charts import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, new_figure, save
 from lightning_zero3.plan.tables import combination
 
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
+_COLOURS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE)
 _MOST_BARS = 24
 _TIMES = (
     ("compute_seconds", "compute"),
@@ -18,24 +18,6 @@ _TIMES = (
     ("host_link_seconds", "host's link"),
     ("optimizer_seconds", "the optimizer step"),
 )
-
-
-def _figure(width: float, height: float) -> Any:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise SetupError("A chart needs matplotlib: pip install matplotlib") from error
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def _save(figure: Any, path: Path) -> None:
-    for panel in figure.axes:
-        panel.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
 
 
 def draw_sweep(found: dict[str, Any], path: Path) -> None:
@@ -49,13 +31,13 @@ def draw_sweep(found: dict[str, Any], path: Path) -> None:
         SetupError: There is no matplotlib.
     """
     rows = found["combinations"][:_MOST_BARS]
-    figure = _figure(12, 1.8 + 0.3 * max(1, len(rows)))
+    figure = new_figure(12, 1.8 + 0.3 * max(1, len(rows)))
     left, right = figure.subplots(1, 2, sharey=True)
     labels = []
     for experts, tensors, precision, moved in map(combination, rows):
         labels.append(f"EP {experts}, TP {tensors}, {precision}" + (f", {moved} on host" if moved != "none" else ""))
     places = list(range(len(rows)))
-    left.barh(places, [r["total_gib"] for r in rows], color="#56B4E9", label="at the peak, with an allowance")
+    left.barh(places, [r["total_gib"] for r in rows], color=SKY, label="at the peak, with an allowance")
     left.barh(places, [r["between_steps_gib"] for r in rows], color=_COLOURS[0], label="between steps")
     left.axvline(found["gpu_gib"], color="black", linewidth=1, linestyle="--")
     left.set_yticks(places, labels, fontsize=8)
@@ -73,7 +55,7 @@ def draw_sweep(found: dict[str, Any], path: Path) -> None:
         panel.grid(axis="x", alpha=0.3)
         panel.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=2)
     figure.suptitle(f"{found['title']}: {found['world_size']} GPUs")
-    _save(figure, path)
+    save(figure, path)
 
 
 def draw_scale(found: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
@@ -100,7 +82,7 @@ def draw_scale(found: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
         ),
         ("bytes", "GiB that a rank sends in a step", (("sent_gib", "-", ""),)),
     ):
-        figure = _figure(7, 4.5)
+        figure = new_figure(7, 4.5)
         panel = figure.subplots()
         for model, colour in zip(found, _COLOURS, strict=False):
             ranks = [point["ranks"] for point in model["points"]]
@@ -122,6 +104,6 @@ def draw_scale(found: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
         panel.grid(alpha=0.3)
         panel.legend(frameon=False, fontsize=8)
         path = folder / f"plan_{name}.png"
-        _save(figure, path)
+        save(figure, path)
         files.append(path)
     return files

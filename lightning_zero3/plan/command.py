@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json as json_format
-import os
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from lightning_zero3.charts import require_drawable
 from lightning_zero3.config import SetupError
 from lightning_zero3.gpus import Gpu
 from lightning_zero3.gpus import gpu as gpu_named
@@ -111,7 +110,7 @@ def plan(
     if sweep and max:
         raise SetupError("--sweep and --max: one of them; --max is of one combination.")
     if chart is not None:
-        _require_drawable(Path(chart))  # at once, and not when a sweep's minutes are over
+        require_drawable(Path(chart))  # at once, and not when a sweep's minutes are over
     if sweep:
         found = swept(setup, device, fixed=frozenset(given))
         if chart is not None:
@@ -140,16 +139,6 @@ def setup_of_recipe(recipe: str, **given: Any) -> Setup:
         SetupError: There is no such recipe, or a value can't be.
     """
     return Setup(**{"recipe": recipe, **_defaults(recipe), **given})
-
-
-def _require_drawable(chart: Path) -> None:
-    """Refuse a file that can't be drawn in."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise SetupError(f"--chart {chart} needs matplotlib: pip install matplotlib")
-    if chart.suffix.lower() != ".png":
-        raise SetupError(f"--chart {chart}: a file whose name ends in .png.")
-    if chart.is_dir() or not os.access(chart if chart.exists() else chart.parent, os.W_OK):
-        raise SetupError(f"--chart {chart} can't be written: a file in a folder that exists and can be written to.")
 
 
 def _of_a_setup() -> frozenset[str]:

@@ -65,11 +65,18 @@ class Recipe:
             arguments: Those of this process if None.
         """
         from shared.lost_peer import LostPeerError
-        from shared.run import train
 
         try:
             settings = self.parse(sys.argv[1:] if arguments is None else arguments)
-            train(self, settings)
+            if settings.ab is None:
+                from shared.run import train
+
+                train(self, settings)
+            else:
+                from shared.ab import train_both  # and with it what only a comparison needs
+
+                train_both(self, settings)
         except (SetupError, LostPeerError) as error:
             # What a person has to change, without the way that the program took to find out.
-            sys.exit(f"{Path(sys.argv[0]).name}: {error}")
+            print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+            sys.exit(getattr(error, "exit_status", 1))

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lightning_zero3.charts import BLUE, GREEN, GREY, PURPLE, SKY, VERMILION
 from lightning_zero3.metrics.names import (
     BWD_MICROSTEP,
     FWD_MICROSTEP,
@@ -24,8 +25,7 @@ from lightning_zero3.metrics.names import (
 from lightning_zero3.metrics.summary import GIB_SUFFIX, Metrics, early, number_steps
 from lightning_zero3.metrics.summary_table import NOT_MEASURED, in_order, memory_label, number_text
 
-# Okabe and Ito's palette: its colours stay apart under every common colour blindness. Dashes tell lines apart as well.
-BLUE, VERMILION, GREEN, PURPLE, SKY, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#595959"
+# Dashes tell lines apart, beside their colours.
 TIMES = {
     STEP_MICROSTEP: ("optimizer (step_microstep)", VERMILION),
     FWD_MICROSTEP: ("forward (fwd_microstep)", BLUE),

@@ -11,6 +11,14 @@ from lightning_zero3.config import SetupError, Zero3Options
 Attention = Literal["sdpa", "eager", "cudnn"]
 Precision = Literal["32-true", "bf16-mixed", "bf16-true"]
 Size = Literal["tiny", "full"]
+Switch = Literal[
+    "scoped_grad_clear",
+    "alias_master_weights",
+    "coalesce_grad_norms",
+    "batch_optimizer_step",
+    "coalesce_persistent_gather",
+    "skip_redundant_release",
+]
 
 BENCHMARK_STEPS = 10
 BENCHMARK_WARMUP_STEPS = 4
@@ -28,6 +36,7 @@ _AT_LEAST_ONE = (
     "checkpoint_every",
     "keep",
     "timeout_seconds",
+    "ab_rounds",
 )
 # NumPy's largest seed; a year.
 _AT_MOST = {"seed": 2**32 - 1, "timeout_seconds": 366 * 24 * 3600}
@@ -78,6 +87,9 @@ class Settings(Zero3Options):
         keep: Checkpoints of one training that are kept, the last ones.
         resume: Go on from a checkpoint, with the losses of a run that was never interrupted. auto (or no value): the
             last complete one in output, or from the start where there's none. PATH: that one, or a run's last one.
+        ab: Train with this switch off (A) and on (B), with the same weights and data, one fit after the other in the
+            same processes, and print what B saves; null for an ordinary run.
+        ab_rounds: How often, for A B, B A, A B and so on. With 2 or more, runs of one arm tell how large noise is.
         timeout_seconds: How long a rank waits for the others in a collective, before it ends with an error.
         seed: For weights and the order of the data.
         expert_parallel_size: Ranks that share one set of experts; null for the largest number that divides both ranks
@@ -115,6 +127,8 @@ class Settings(Zero3Options):
     checkpoint_every: int | None = None
     keep: int = 2
     resume: str | None = None
+    ab: Switch | None = None
+    ab_rounds: int = 2
     timeout_seconds: int = 1800
     seed: int = 0
 
@@ -137,6 +151,10 @@ class Settings(Zero3Options):
             raise SetupError(
                 f"--loss_tiles {self.loss_tiles}: a sample has {self.sequence_length} tokens (--sequence_length)."
             )
+        if self.ab is not None and (self.checkpoint_every is not None or self.resume is not None):
+            raise SetupError(f"--ab {self.ab} compares whole runs: leave --checkpoint_every and --resume out.")
+        if self.ab is not None and self.steps < 3:
+            raise SetupError(f"--ab {self.ab} with {self.steps} steps: the first isn't counted; 3 or more.")
         if self.bf16_masters and not self.precision.startswith("bf16"):
             raise SetupError(
                 f"--bf16_masters true with --precision {self.precision}: masters in bf16 need weights in bf16. Add "
