@@ -285,6 +285,36 @@ RELEASE = UpstreamFix(
     ),
 )
 
+GRADIENT_BUCKETS = UpstreamFix(
+    name="bucket_per_process_group",
+    symbol="DeepSpeedZeroOptimizer_Stage3.reduce_independent_p_g_buckets_and_remove_grads",
+    reason="has one bucket per dtype and reduces it whenever the next gradient belongs to another process group",
+    affected="0.19.8 and earlier",
+    mended=not_mended,
+    hooks=(
+        (("reduce_ready_partitions_and_remove_grads",), "reduce_independent_p_g_buckets_and_remove_grads"),
+        (
+            ("reduce_independent_p_g_buckets_and_remove_grads",),
+            "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads",
+        ),
+        (("reduce_independent_p_g_buckets_and_remove_grads",), "_get_param_partition_group"),
+        (("overlapping_partition_gradients_reduce_epilogue",), "independent_gradient_partition_epilogue"),
+        (("step",), "_pre_step"),
+    ),
+    expires="DeepSpeed keeps its buckets by process group",
+    uses=(
+        (
+            lambda stage3: stage3.reduce_independent_p_g_buckets_and_remove_grads,
+            ("ipg_buckets", "get_param_comm_dtype", "process_group", "reduce_bucket_size", "elements"),
+        ),
+        (
+            lambda stage3: stage3._DeepSpeedZeroOptimizer_Stage3__add_grad_to_ipg_bucket,
+            ("buffer", "narrow", "contiguous_gradients", "zenflow"),
+        ),
+        (lambda stage3: stage3._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads, ("reduce_scatter",)),
+    ),
+)
+
 UPSTREAM_FIXES = (
     GRAD_CLEAR,
     MASTER_ALIAS,
@@ -301,6 +331,7 @@ UPSTREAM_FIXES = (
     BATCHED_STEP,
     PERSISTENT_GATHER,
     RELEASE,
+    GRADIENT_BUCKETS,
 )
 
 
