@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import sys
-import warnings
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +23,7 @@ from shared.data import unigram_entropy
 from shared.deepspeed_config import deepspeed_config
 from shared.loader import make_loader
 from shared.module import CausalLanguageModel
+from shared.noise import without_known_noise
 from shared.report import draw_chart, print_steps
 from shared.saving import STOPPED_BY_SIGNAL, SameCheckpoint, Saving
 from shared.settings import BENCHMARK_WARMUP_STEPS, Settings
@@ -34,6 +32,7 @@ if TYPE_CHECKING:
     from shared.recipe import Recipe
 
 
+@without_known_noise()
 def train(recipe: Recipe, settings: Settings) -> Path:
     """Train, log, and show what happened.
 
@@ -49,7 +48,6 @@ def train(recipe: Recipe, settings: Settings) -> Path:
         LostPeerError: Another process has ended, or can't be reached.
         SystemExit: With status 75, after a signal and a checkpoint.
     """
-    _quiet_known_noise()
     title = (
         f"{recipe.name} ({settings.size})"
         if settings.layers is None
@@ -201,16 +199,3 @@ class _Introduce(Callback):
         )
         if self.resumed is not None:
             print(f"Resumed after step {self.resumed.step}, from {self.resumed.path}")
-
-
-def _quiet_known_noise() -> None:
-    """Say what DeepSpeed would find out and warn about; drop what doesn't concern a recipe's user."""
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
-    # "`weights_only` was not set", at each checkpoint.
-    logging.getLogger("lightning.pytorch.trainer.connectors.checkpoint_connector").setLevel(logging.ERROR)
-    # That there's no flash-linear-attention; `attention.describe` says so, once.
-    logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)

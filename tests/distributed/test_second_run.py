@@ -1,6 +1,7 @@
 """A second fit, a second model, a second Trainer in one process: each its own, and the first gives its memory back."""
 
 import gc
+import time
 import weakref
 from typing import Any
 
@@ -43,8 +44,14 @@ class Storages:
             kind: [tensor.untyped_storage()._weak_ref() for tensor in each] for kind, each in tensors.items()
         }
 
-    def alive(self) -> list[str]:
-        """Kinds of tensors whose memory isn't free."""
+    def alive(self, seconds: float = 0.0) -> list[str]:
+        """Kinds of tensors whose memory isn't free, and isn't soon: gloo's threads let go of theirs when they run."""
+        until = time.monotonic() + seconds
+        while (alive := self._alive()) and time.monotonic() < until:
+            time.sleep(0.05)
+        return alive
+
+    def _alive(self) -> list[str]:
         return [
             kind
             for kind, references in self._references.items()
@@ -186,7 +193,7 @@ def dropped(kind: str) -> list[str]:
     storages, engine = Storages(optimizer_of(trainer)), weakref.ref(trainer.strategy.model)
     del trainer, module
     gc.collect()
-    return [*storages.alive(), *(["engine"] if engine() is not None else [])]
+    return [*storages.alive(seconds=10), *(["engine"] if engine() is not None else [])]
 
 
 @pytest.mark.parametrize("kind", ["numbers", "parallel", pytest.param("words", marks=pytest.mark.slow)])
