@@ -315,6 +315,57 @@ GRADIENT_BUCKETS = UpstreamFix(
     ),
 )
 
+
+def _offload() -> Any:
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+
+    return DeepSpeedZeRoOffload
+
+
+def _coordinator() -> Any:
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    return PartitionedParameterCoordinator
+
+
+_ACTIVE = "_PartitionedParameterCoordinator__active_backward_submodules"
+LEAN_HOOKS = UpstreamFix(
+    name="lean_hooks",
+    symbol="DeepSpeedZeRoOffload._register_deepspeed_module",
+    reason="four hooks and two autograd functions around each module, those without parameters too, inside of wrappers",
+    affected="0.19.8 and earlier",
+    mended=not_mended,
+    hooks=((("__init__",), "initialize_ds_offload"),),
+    expires="upstream's hooks cost a third of what they do",
+    uses=(
+        (lambda stage3: stage3.initialize_ds_offload, ("DeepSpeedZeRoOffload",)),
+        (
+            lambda _: _offload()._register_deepspeed_module,
+            (
+                "pre_bwd_fn",
+                "post_bwd_fn",
+                "applied_pre_backward_ref_cnt",
+                "ds_grads_remaining",
+                "forward_hooks",
+                "backward_hooks",
+                "pre_sub_module_forward_function",
+                "post_sub_module_forward_function",
+                "pre_sub_module_backward_function",
+                "post_sub_module_backward_function",
+            ),
+        ),
+        (lambda _: _offload().setup_zero_stage3_hooks, ("_register_deepspeed_module",)),
+        (lambda _: _offload().pre_sub_module_forward_function, ("FWD_MODULE_STACK", "fetch_sub_module")),
+        (lambda _: _offload().post_sub_module_forward_function, ("release_sub_module",)),
+        (lambda _: _coordinator().fetch_sub_module, (_ACTIVE, "_fetch_sub_module_impl")),
+        (lambda _: _coordinator()._fetch_sub_module_impl, ("iter_params",)),
+        (
+            lambda _: _coordinator().release_sub_module,
+            (_ACTIVE, "iter_params", "ds_recompute_parameters", "_PartitionedParameterCoordinator__release_param"),
+        ),
+    ),
+)
+
 UPSTREAM_FIXES = (
     GRAD_CLEAR,
     MASTER_ALIAS,
@@ -332,6 +383,7 @@ UPSTREAM_FIXES = (
     PERSISTENT_GATHER,
     RELEASE,
     GRADIENT_BUCKETS,
+    LEAN_HOOKS,
 )
 
 

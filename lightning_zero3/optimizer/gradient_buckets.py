@@ -3,8 +3,9 @@
 Upstream symbols: ``DeepSpeedZeroOptimizer_Stage3.ipg_buckets``, ``reduce_independent_p_g_buckets_and_remove_grads``,
 ``__add_grad_to_ipg_bucket``, ``__reduce_and_partition_ipg_grads``, ``independent_gradient_partition_epilogue`` and
 ``_pre_step`` (0.19.7, 0.19.8). Upstream has one bucket per dtype, and reduces it whenever the next gradient belongs to
-another process group. AutoEP's experts are partitioned over other ranks than all other parameters, and the two alternate
-from layer to layer, so nearly every layer costs two reductions. Expires when upstream keeps its buckets by group.
+another process group. AutoEP's experts are partitioned over other ranks than all other parameters, and the two
+alternate from layer to layer, so nearly every layer costs two reductions. Expires when upstream keeps its buckets by
+group.
 
 Two groups share one buffer: one fills it from its beginning, the other from its end, and the fuller of them is reduced
 when they meet. That is never more memory than upstream's, and never more reductions.
