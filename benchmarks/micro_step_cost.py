@@ -75,10 +75,12 @@ class Plain:
         self.module = model.to(device, torch.bfloat16)
 
     def __call__(self, **inputs: Any) -> Any:
+        """Forward."""
         return self.module(**inputs)
 
     def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()
+        """Backward, and nothing around it."""
+        loss.backward()  # type: ignore[no-untyped-call]
 
     def step(self) -> None:
         """No optimizer: it is forward and backward that are compared."""
@@ -142,10 +144,11 @@ def measure(model: str, *, recompute: bool, tokens: int, steps: int, device: str
     arms |= {f"without {name}": Switches(**{name: False}) for name in SWITCHES}
 
     def made() -> torch.nn.Module:
-        built = MODELS[model]()
+        built: Any = MODELS[model]()
         if recompute:
             built.gradient_checkpointing_enable({"use_reentrant": False})
-        return built.train()
+        built.train()
+        return built  # type: ignore[no-any-return]
 
     engines: dict[str, Any] = {
         name: step_arms.build(made(), chosen, optimizer="FusedAdam", precision="bf16", zero=ZERO, device=device)
@@ -167,7 +170,7 @@ def measure(model: str, *, recompute: bool, tokens: int, steps: int, device: str
     }
 
     def micro(name: str) -> float:
-        return medians[name]["forward"] + medians[name]["backward"]
+        return float(medians[name]["forward"] + medians[name]["backward"])
 
     over = {name: micro(name) - micro("plain") for name in arms}
     case = {
