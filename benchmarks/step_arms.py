@@ -106,7 +106,7 @@ def build(
     from lightning_zero3.optimizer.switches import Switches
     from lightning_zero3.substitution import substituted
 
-    language = not isinstance(model, ManyParameters)
+    experts = hasattr(getattr(model, "config", None), "n_routed_experts")
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": BATCH,
         "gradient_clipping": 1.0,
@@ -114,7 +114,7 @@ def build(
         "zero_optimization": {"stage": 3, "reduce_bucket_size": 500_000, **zero},
         **PRECISIONS[precision],
     }
-    if language:
+    if experts:
         ranks = torch.distributed.get_world_size()
         config["expert_parallel"] = {"enabled": True, "autoep_size": ranks, "preset_model": "deepseek_v3"}
     stock_class = stage3.DeepSpeedZeroOptimizer_Stage3
@@ -125,9 +125,9 @@ def build(
             config=config,
             optimizer=None,
             lr_scheduler=None,
-            local_rank=0 if device == "cuda" else torch.distributed.get_rank(),
+            local_rank=torch.cuda.current_device() if device == "cuda" else torch.distributed.get_rank(),
             switches=chosen or Switches(),
-            target=find_target(model) if language else None,
+            target=find_target(model) if experts else None,
         )
     return engine
 

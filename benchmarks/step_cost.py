@@ -250,19 +250,24 @@ def _synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def work(options: Any) -> dict[str, Any]:
-    """What one process of a group does; all return the same."""
-    if options.device == "cpu":
+def join_group(device: str) -> None:
+    """Make this process a rank."""
+    if device == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         torch.set_num_threads(1)
     import deepspeed
 
     from lightning_zero3 import cpu_ops
 
-    if options.device == "cpu":
+    if device == "cpu":
         cpu_ops.prepare()
     deepspeed.logger.setLevel("ERROR")
-    deepspeed.init_distributed("gloo" if options.device == "cpu" else "nccl", verbose=False)
+    deepspeed.init_distributed("gloo" if device == "cpu" else "nccl", verbose=False)
+
+
+def work(options: Any) -> dict[str, Any]:
+    """What one process of a group does; all return the same."""
+    join_group(options.device)
     if options.per_rank_parameters:
         return {"share": measure_share(options.per_rank_parameters, options.device, options.steps)}
     cases = [
@@ -276,7 +281,7 @@ def work(options: Any) -> dict[str, Any]:
     return {"cases": cases + growing}
 
 
-def start(python: str, ranks: int, arguments: list[str]) -> dict[str, Any]:
+def start(python: str, ranks: int, arguments: list[str], script: str = __file__) -> Any:
     """Run a group of processes and take rank 0's result."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -292,14 +297,19 @@ def start(python: str, ranks: int, arguments: list[str]) -> dict[str, Any]:
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
         }
-        command = [python, "-W", "ignore", __file__, "--worker", *arguments]
+        command = [python, "-W", "ignore", script, "--worker", *arguments]
         output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
         processes.append(subprocess.Popen(command, env=environment, stdout=output, text=True))
     written, _ = processes[0].communicate()
     if any(process.wait() for process in processes):
         raise SystemExit("A rank failed; see above.")
-    result: dict[str, Any] = json.loads(written.strip().splitlines()[-1])
-    return result
+    return json.loads(written.strip().splitlines()[-1])
+
+
+def versions() -> dict[str, str]:
+    """What was measured with."""
+    names = ("torch", "deepspeed", "transformers")
+    return {"python": platform.python_version(), **{name: version(name) for name in names}}
 
 
 def keep(report: dict[str, Any], path: str | None) -> None:
@@ -328,16 +338,14 @@ def main() -> None:
         torch.distributed.barrier()
         return
     common = ["--device", options.device, "--steps", str(options.steps)]
-    names = ("torch", "deepspeed", "transformers")
-    versions = {"python": platform.python_version(), **{name: version(name) for name in names}}
     if options.per_rank_parameters:
         share = start(sys.executable, 1, [*common, "--per-rank-parameters", str(options.per_rank_parameters)])
-        report = {"versions": versions, **share}
+        report = {"versions": versions(), **share}
         print(json.dumps(report, indent=2))
     else:
         common += ["--optimizers", *options.optimizers, "--precision", *options.precision]
         quick = [] if options.switches else ["--no-switches"]
-        report = {"versions": versions, "cases": [], "also": []}
+        report = {"versions": versions(), "cases": [], "also": []}
         for ranks in options.ranks:
             growing = options.growing and ranks == options.ranks[0]
             report["cases"] += start(sys.executable, ranks, common + quick + [*([] if growing else ["--no-growing"])])[
@@ -348,7 +356,7 @@ def main() -> None:
             code = "from importlib.metadata import version; print(version('deepspeed'))"
             other = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
             cases = start(python, 1, [*common, "--no-switches", "--no-growing"])["cases"]
-            report["also"].append({"versions": {**versions, "deepspeed": other}, "cases": cases})
+            report["also"].append({"versions": {**versions(), "deepspeed": other}, "cases": cases})
         step_report.print_table(report)
         if options.chart:
             step_report.draw(report, Path(options.chart))

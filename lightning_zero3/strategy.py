@@ -72,6 +72,10 @@ class Zero3FastStrategy(PeerBatchesStrategy, SteppingStrategy, EvaluatingStrateg
         coalesce_persistent_gather: Gather the persistent parameters after the step by one collective per process group
             and dtype, instead of one per parameter.
         skip_redundant_release: Before the step, release only parameters that are still gathered, in one pass.
+        bucket_per_process_group: Let gradients of two process groups (AutoEP's experts and all other parameters) wait
+            for their reductions side by side in the one bucket, instead of one after the other.
+        lean_hooks: Around each module's forward and backward do only what is needed: nothing for modules without
+            parameters, no wrappers, no inspection of signatures; count devices once instead of in every reduction.
         step_bytes_budget: Bytes of gradients, in the masters' dtype, that one call to the optimizer updates; at least
             one sub-group's. ``None``: as many as fit in memory that is idle during the step (the reduction bucket),
             such that the step's peak is no higher than stock's.
@@ -113,6 +117,8 @@ class Zero3FastStrategy(PeerBatchesStrategy, SteppingStrategy, EvaluatingStrateg
         batch_optimizer_step: bool = True,
         coalesce_persistent_gather: bool = True,
         skip_redundant_release: bool = True,
+        bucket_per_process_group: bool = True,
+        lean_hooks: bool = True,
         step_bytes_budget: int | None = None,
         expert_parallel_size: int | None = None,
         expert_parallel_preset: str | None = None,
@@ -129,6 +135,8 @@ class Zero3FastStrategy(PeerBatchesStrategy, SteppingStrategy, EvaluatingStrateg
             batch_optimizer_step=batch_optimizer_step,
             coalesce_persistent_gather=coalesce_persistent_gather,
             skip_redundant_release=skip_redundant_release,
+            bucket_per_process_group=bucket_per_process_group,
+            lean_hooks=lean_hooks,
             step_bytes_budget=step_bytes_budget,
             expert_parallel_size=expert_parallel_size,
             expert_parallel_preset=expert_parallel_preset,

@@ -164,7 +164,6 @@ def _gather_exactly(original: Any, parameters: list[Any], *args: Any, **kwargs: 
     return result
 
 
-@torch.no_grad()
 def _partition_with_edits(
     original: Any, parameters: list[Any], hierarchy: int = 0, has_been_updated: bool = False, free_data: bool = True
 ) -> Any:
@@ -173,6 +172,15 @@ def _partition_with_edits(
     Raises:
         LostEditError: Weights were changed inside ``GatheredParameters`` without ``modifier_rank``.
     """
+    # Releases around a forward or a step, by far the most calls, end here.
+    if not has_been_updated and not any(getattr(p, CONTEXT_DEPTH, 0) for p in parameters):
+        original(parameters, hierarchy, has_been_updated, free_data)
+    else:
+        _keep_edits(original, parameters, hierarchy, has_been_updated, free_data)
+
+
+@torch.no_grad()
+def _keep_edits(original: Any, parameters: list[Any], hierarchy: int, has_been_updated: bool, free_data: bool) -> None:
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     available = [(owner, p) for owner, p in _owned(parameters) if p.ds_status == ZeroParamStatus.AVAILABLE]
@@ -182,7 +190,6 @@ def _partition_with_edits(
             owner.take_over_edit(parameter)
             owner._at_entry.pop(parameter.ds_id, None)
         return
-    # Releases around a forward or a step, by far the most calls, end here.
     available = [(owner, p) for owner, p in available if free_data and getattr(p, CONTEXT_DEPTH, 0) > 0]
     alone = [(owner, p) for owner, p in available if owner._get_param_partition_world_size(p) == 1]  # type: ignore[attr-defined]
     for owner, parameter in alone:

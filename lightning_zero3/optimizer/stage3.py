@@ -13,7 +13,9 @@ from lightning_zero3.optimizer.fast_step import FastStep
 from lightning_zero3.optimizer.grad_census import CountGradClears
 from lightning_zero3.optimizer.grad_clear import ScopedGradClear
 from lightning_zero3.optimizer.grad_scaler import ScalerBacksOff
+from lightning_zero3.optimizer.gradient_buckets import BucketPerProcessGroup
 from lightning_zero3.optimizer.invalid_norm import SkipInvalidNorm
+from lightning_zero3.optimizer.lean_hooks import LeanHooks
 from lightning_zero3.optimizer.master_alias import MasterAlias
 from lightning_zero3.optimizer.missing_gradients import MissingGradients
 from lightning_zero3.optimizer.moving import MoveStates
@@ -28,6 +30,8 @@ class FastStage3Optimizer(
     SkipInvalidNorm,
     ScalerBacksOff,
     AccumulateGradients,
+    BucketPerProcessGroup,
+    LeanHooks,
     FastStep,
     MissingGradients,
     KeepEdits,

@@ -21,6 +21,8 @@ class Switches:
     batch_optimizer_step: bool = True
     coalesce_persistent_gather: bool = True
     skip_redundant_release: bool = True
+    bucket_per_process_group: bool = True
+    lean_hooks: bool = True
     step_bytes_budget: int | None = None
     skip_invalid_norm: bool = True
     lower_the_scale: bool = True
@@ -42,6 +44,8 @@ class Switches:
             batch_optimizer_step=options.batch_optimizer_step,
             coalesce_persistent_gather=options.coalesce_persistent_gather,
             skip_redundant_release=options.skip_redundant_release,
+            bucket_per_process_group=options.bucket_per_process_group,
+            lean_hooks=options.lean_hooks,
             step_bytes_budget=options.step_bytes_budget,
             skip_invalid_norm=not options.stock_semantics,
             lower_the_scale=not options.stock_semantics,

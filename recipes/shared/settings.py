@@ -18,6 +18,8 @@ Switch = Literal[
     "batch_optimizer_step",
     "coalesce_persistent_gather",
     "skip_redundant_release",
+    "bucket_per_process_group",
+    "lean_hooks",
 ]
 
 BENCHMARK_STEPS = 10

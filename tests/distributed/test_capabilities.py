@@ -74,7 +74,10 @@ def renamed(hook: str) -> dict[str, Any]:
         ("_optimizer_step", {"batch_optimizer_step"}),
         ("_post_step", {"coalesce_persistent_gather", "batch_optimizer_step"}),
         ("_partition_all_parameters", {"skip_redundant_release"}),
-        ("independent_gradient_partition_epilogue", {"zero_missing_gradients", "accumulate_backwards"}),
+        (
+            "independent_gradient_partition_epilogue",
+            {"zero_missing_gradients", "accumulate_backwards", "bucket_per_process_group"},
+        ),
     ],
 )
 def test_a_renamed_hook_leaves_stock_behaviour_and_one_warning(ranks, hook, parts):
