@@ -12,17 +12,20 @@ from __future__ import annotations
 import hashlib
 import os
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_zero3.config import Zero3Options
-from lightning_zero3.moe.parallel_layers import topology_of
 from lightning_zero3.topology import Topology
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import DeepSpeedStrategy as _Strategy
+else:
+    _Strategy = object
 
 # Tensors of a batch, and groups of ranks, that a message names.
 _NAMED = 8
@@ -32,29 +35,13 @@ class PeerBatchesError(RuntimeError):
     """Tensor-parallel peers have different batches."""
 
 
-class PeerBatchesStrategy(DeepSpeedStrategy):
-    """Lightning's ``DeepSpeedStrategy`` with data for tensor parallelism; without it, Lightning's own."""
+class PeerBatchesStrategy(_Strategy):
+    """Mixin over a Trainer's ``DeepSpeedStrategy``: data for tensor parallelism; without it, Lightning's own."""
 
     options: Zero3Options
+    parallel_layout: Topology
     # Loaders whose first batch has been compared in this fit: the stage's word and the loader's index.
     _compared: frozenset[tuple[str, int]] = frozenset()
-
-    @property
-    def parallel_layout(self) -> Topology:
-        """Which ranks share experts and layers."""
-        assert isinstance(self.config, dict)
-        return topology_of(self.config, self.world_size)
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """What Lightning's samplers are made with, and a user's own may be: which shard of how many is this rank's.
-
-        With ``stock_semantics`` every rank has its own, as in stock; under tensor parallelism that is an error then.
-        """
-        if self.options.stock_semantics:
-            return super().distributed_sampler_kwargs
-        layout = self.parallel_layout
-        return {"num_replicas": layout.data_parallel_size, "rank": layout.data_parallel_rank(self.global_rank)}
 
     def process_dataloader(self, dataloader: object) -> object:
         """Seed workers by the shard that they read, where ``seed_everything(..., workers=True)`` asks for it.
