@@ -17,8 +17,10 @@ from lightning_zero3.config import ConfigConflictError, Zero3Options
 _FOR_THE_DOCTOR = os.path.basename(sys.argv[0]) == "lightning-zero3" and sys.argv[1:2] == ["doctor"]
 
 if TYPE_CHECKING or not _FOR_THE_DOCTOR:
+    from lightning.fabric.strategies import STRATEGY_REGISTRY
     from lightning.pytorch.strategies import StrategyRegistry
 
+    from lightning_zero3.fabric import Zero3FastFabricStrategy
     from lightning_zero3.metrics.callback import Zero3Monitor
     from lightning_zero3.moe.peer_batches import PeerBatchesError
     from lightning_zero3.optimizer.layer_norms import grad_norms
@@ -27,6 +29,7 @@ if TYPE_CHECKING or not _FOR_THE_DOCTOR:
     from lightning_zero3.strategy import Zero3FastStrategy
 
     Zero3FastStrategy.register_strategies(StrategyRegistry)
+    Zero3FastFabricStrategy.register_strategies(STRATEGY_REGISTRY)
 
 if TYPE_CHECKING:
     from lightning_zero3.optimizer.stage3 import FastStage3Optimizer
@@ -37,6 +40,7 @@ __all__ = [
     "PeerBatchesError",
     "UnequalBatchesError",
     "UnsupportedFeatureError",
+    "Zero3FastFabricStrategy",
     "Zero3FastStrategy",
     "Zero3Monitor",
     "Zero3Options",

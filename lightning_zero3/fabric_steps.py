@@ -149,20 +149,29 @@ class SteppedEngine:
         return state
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint that has been loaded into the engine, and take out what :meth:`saved_state` put in.
+        """Go on from a checkpoint that has been loaded into the engine.
 
         Args:
             state: What else was in the checkpoint.
         """
-        self._micro_steps.restore(state.pop(micro_steps.SAVED, None))
+        self._micro_steps.restore(state.get(micro_steps.SAVED))
         if self._router_biases is not None:
             self._router_biases.restore(state)
-        state.pop(router.SAVED, None)
 
     def close(self) -> None:
         """Stop counting tokens: the engine has ended."""
         if self._router_biases is not None:
             self._router_biases.close()
+
+
+def drop_saved_state(state: dict[str, Any]) -> None:
+    """Take out of a checkpoint's entries what isn't the user's.
+
+    Args:
+        state: The entries.
+    """
+    for name in (micro_steps.SAVED, router.SAVED):
+        state.pop(name, None)
 
 
 class SteppedOptimizer(torch.optim.Optimizer):

@@ -77,7 +77,7 @@ class PeerBatchesStrategy(_Strategy):
             if self.parallel_layout.tensor_parallel_size > 1:
                 # With overfit_batches Lightning gives all ranks the same.
                 warn = trainer.training and not trainer.overfit_batches  # type: ignore[attr-defined]
-                compare(batch, self.parallel_layout, prefix, dataloader_idx, warn)
+                compare(batch, self.parallel_layout, f"{prefix} batch of loader {dataloader_idx}", warn)
         return batch
 
     def teardown(self) -> None:
@@ -122,14 +122,30 @@ def fingerprint(batch: Any) -> tuple[str, str]:
     return ", ".join(words[:_NAMED]) + (", …" if len(words) > _NAMED else "") or "no tensors", bits.hexdigest()
 
 
-def compare(batch: Any, layout: Topology, prefix: str, loader: int, warn: bool = False) -> None:
+def compare_first_inputs(model: torch.nn.Module, layout: Topology) -> None:
+    """Compare what a module is first called with, where there are tensor-parallel peers.
+
+    Args:
+        model: The root module.
+        layout: The run's layout.
+    """
+    if layout.tensor_parallel_size == 1:
+        return
+
+    def look(_: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        hook.remove()
+        compare((args, kwargs), layout, "inputs of the model")
+
+    hook = model.register_forward_pre_hook(look, prepend=True, with_kwargs=True)
+
+
+def compare(batch: Any, layout: Topology, what: str, warn: bool = False) -> None:
     """Compare a batch over all ranks; a collective, after which all ranks know and none waits for another.
 
     Args:
         batch: This rank's.
         layout: The run's layout.
-        prefix: Lightning's word for the stage: train, val, test or predict.
-        loader: The loader's index.
+        what: What the message calls it, after "the first".
         warn: Whether data-parallel ranks that all have the same batch are worth a warning.
 
     Raises:
@@ -142,12 +158,12 @@ def compare(batch: Any, layout: Topology, prefix: str, loader: int, warn: bool =
     if differ:
         named = "; ".join(_difference(group, seen) for group in differ[:_NAMED])
         raise PeerBatchesError(
-            f"The first {prefix} batch of loader {loader} isn't the same on tensor-parallel peers, which share each "
+            f"The first {what} isn't the same on tensor-parallel peers, which share each "
             f"layer: {named}{'; …' if len(differ) > _NAMED else ''}. {_remedy(layout)}"
         )
     if warn and len(groups) > 1 and len({seen[group[0]] for group in groups}) == 1:
         rank_zero_warn(
-            f"All {len(groups)} data-parallel ranks have the same first {prefix} batch. Only tensor-parallel peers "
+            f"All {len(groups)} data-parallel ranks have the same first {what}. Only tensor-parallel peers "
             f"should. {_remedy(layout)}"
         )
 
