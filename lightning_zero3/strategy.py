@@ -10,6 +10,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
@@ -24,6 +25,10 @@ from lightning_zero3.moe.peer_batches import PeerBatchesStrategy
 from lightning_zero3.stepping import SteppingStrategy
 from lightning_zero3.strategy_options import OptionsOfAStrategy
 from lightning_zero3.substitution import substituted
+
+
+# In every checkpoint of a Trainer's, and needed to load one.
+_VERSION = "pytorch-lightning_version"
 
 
 class TrainerStrategy(EngineSetup, OptionsOfAStrategy, PeerBatchesStrategy, SteppingStrategy, EvaluatingStrategy):
@@ -103,6 +108,24 @@ class TrainerStrategy(EngineSetup, OptionsOfAStrategy, PeerBatchesStrategy, Step
         """Make sure that all ranks have the same number of batches."""
         seeded = super().process_dataloader(dataloader)
         return same_batches.made_sure_of(seeded, self.lightning_module, self._timeout)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """As Lightning's; a checkpoint that Fabric has saved has none of a Trainer's entries, and is loaded without.
+
+        Args:
+            checkpoint_path: Where.
+            weights_only: As Lightning's.
+        """
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        if _VERSION in checkpoint:
+            return checkpoint
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            rank_zero_warn(
+                f"{checkpoint_path} has none of a Trainer's entries: it was saved by Fabric. Weights, masters and "
+                "moments are loaded; steps, epochs, schedulers and callbacks begin anew."
+            )
+        return {**checkpoint, _VERSION: package_of(self).__version__, "lr_schedulers": []}
 
     def _restore_zero_state(self, ckpt: Mapping[str, Any], strict: bool) -> None:
         if self.options.stock_semantics:
