@@ -29,7 +29,27 @@ _REMEDY = (
     "ranks. Split the data evenly, pad or drop the rest, or leave the loop on all ranks at the same batch."
 )
 # What Fabric's user writes in place of what messages for the Trainer's say. Both take the same arguments.
-_WORDS = (("Trainer(", "Fabric("), ("The Trainer", "Fabric"), ("the Trainer", "Fabric"), ("trainer.", "fabric."))
+_WORDS = (
+    ("Trainer(", "Fabric("),
+    ("The Trainer", "Fabric"),
+    ("the Trainer", "Fabric"),
+    ("trainer.", "fabric."),
+    ("the LightningModule's __init__ or configure_model", "its class or under fabric.init_module()"),
+    ("in configure_model", "under fabric.init_module()"),
+)
+
+
+@contextmanager
+def _in_fabrics_words() -> Iterator[None]:
+    """Have errors about a Trainer's arguments speak of Fabric's, which have the same names."""
+    try:
+        yield
+    except (SetupError, refusals.UnsupportedFeatureError) as error:
+        said = str(error)
+        for theirs, ours in _WORDS:
+            said = said.replace(theirs, ours)
+        error.args = (said,)
+        raise
 
 
 class FabricStrategy(FabricCheckpoints, EngineSetup, OptionsOfAStrategy):
@@ -51,6 +71,7 @@ class FabricStrategy(FabricCheckpoints, EngineSetup, OptionsOfAStrategy):
 
     # ------------------------------------------------------------ fabric.launch()
 
+    @_in_fabrics_words()
     def setup_environment(self) -> None:
         """Check everything that can be known, then set up the device and the process group.
 
@@ -61,17 +82,16 @@ class FabricStrategy(FabricCheckpoints, EngineSetup, OptionsOfAStrategy):
         """
         plugin: Any = self.precision  # type: ignore[attr-defined]
         self._check_accelerator()
-        with _in_fabrics_words():
-            precision.require_deepspeed_precision(plugin)
-            if not self._config_initialized:
-                ds_config.settle_without_trainer(
-                    self.config,
-                    world_size=self.world_size,
-                    precision=plugin.precision,
-                    clip=self.options.stock_semantics,
-                )
-            if self.options.verify_parallel:
-                parallel_layers.refuse_nothing_to_verify(self.config)
+        precision.require_deepspeed_precision(plugin)
+        if not self._config_initialized:
+            ds_config.settle_without_trainer(
+                self.config,
+                world_size=self.world_size,
+                precision=plugin.precision,
+                clip=self.options.stock_semantics,
+            )
+        if self.options.verify_parallel:
+            parallel_layers.refuse_nothing_to_verify(self.config)
         parallel_layers.topology_of(self.config, self.world_size)
         if "convert_module" not in vars(plugin):
             # On this Fabric's plugin only; Fabric calls it first of all in setup.
@@ -113,11 +133,11 @@ class FabricStrategy(FabricCheckpoints, EngineSetup, OptionsOfAStrategy):
         """As :meth:`module_init_context`."""
         return self.module_init_context()
 
+    @_in_fabrics_words()
     def _convert(self, convert: Callable[[nn.Module], nn.Module], module: nn.Module) -> nn.Module:
         """Fabric's first call in setup."""
-        with _in_fabrics_words():
-            refuse_meta_tensors(module)
-            refusals.refuse_compiled(module)
+        refuse_meta_tensors(module)
+        refusals.refuse_compiled(module)
         self._being_set_up = module
         return convert(module)
 
@@ -130,6 +150,7 @@ class FabricStrategy(FabricCheckpoints, EngineSetup, OptionsOfAStrategy):
         if module is not self._being_set_up or self.options.stock_semantics:
             super().module_to_device(module)  # type: ignore[misc]
 
+    @_in_fabrics_words()
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Any], scheduler: Any = None
     ) -> tuple[Any, list[Any], Any]:
@@ -162,6 +183,7 @@ class FabricStrategy(FabricCheckpoints, EngineSetup, OptionsOfAStrategy):
         self._stepped = (*self._stepped, stepped)
         return engine, [SteppedOptimizer(stepped)], scheduler
 
+    @_in_fabrics_words()
     def setup_module(self, module: nn.Module) -> Any:
         """Build the engine that evaluates a module, or go on with the one that trains it.
 
@@ -188,9 +210,8 @@ class FabricStrategy(FabricCheckpoints, EngineSetup, OptionsOfAStrategy):
 
     def _check_module(self, module: nn.Module) -> None:
         self._being_set_up = None
-        with _in_fabrics_words():
-            refuse_meta_tensors(module)
-            self._check_layers_of_an_earlier_engine(module)
+        refuse_meta_tensors(module)
+        self._check_layers_of_an_earlier_engine(module)
 
     def _adopt(self, engine: Any) -> None:
         """Make an engine the one that ``fabric.backward(loss)`` and ``strategy.model`` mean."""
@@ -356,16 +377,3 @@ class Zero3FastFabricStrategy(FabricStrategy, DeepSpeedStrategy):
     """
 
     upstream = DeepSpeedStrategy
-
-
-@contextmanager
-def _in_fabrics_words() -> Iterator[None]:
-    """Have errors about a Trainer's arguments speak of Fabric's, which have the same names."""
-    try:
-        yield
-    except (SetupError, refusals.UnsupportedFeatureError) as error:
-        said = str(error)
-        for theirs, ours in _WORDS:
-            said = said.replace(theirs, ours)
-        error.args = (said,)
-        raise
