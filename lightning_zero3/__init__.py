@@ -25,8 +25,8 @@ if TYPE_CHECKING or not _FOR_THE_DOCTOR:
     from lightning_zero3.metrics.callback import Zero3Monitor
     from lightning_zero3.moe.peer_batches import PeerBatchesError
     from lightning_zero3.optimizer.layer_norms import grad_norms
-    from lightning_zero3.registries import register_in_other_packages
     from lightning_zero3.refusals import UnsupportedFeatureError
+    from lightning_zero3.registries import register_in_other_packages
     from lightning_zero3.same_batches import UnequalBatchesError
     from lightning_zero3.strategy import Zero3FastStrategy
 

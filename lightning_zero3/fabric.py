@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from lightning.fabric.strategies import DeepSpeedStrategy
+from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
 from torch import nn

@@ -26,7 +26,9 @@ class FabricCheckpoints:
     def _of(self, engine: Any) -> SteppedEngine | None:
         return next((each for each in self._stepped if each.engine is engine), None)
 
-    def save_checkpoint(self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None) -> None:
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
+    ) -> None:
         """As Lightning's, with the engine's micro-steps and the token counts of a step that isn't complete.
 
         Args:

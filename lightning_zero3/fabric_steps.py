@@ -221,7 +221,7 @@ class SteppedOptimizer(torch.optim.Optimizer):
         """
         return self.stepped.engine.optimizer.load_state_dict(state_dict)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002
         """Refused.
 
         Args:

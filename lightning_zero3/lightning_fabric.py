@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from lightning_fabric.strategies import DeepSpeedStrategy
+from lightning_fabric.strategies.deepspeed import DeepSpeedStrategy
 
 from lightning_zero3 import fabric
 

@@ -247,9 +247,7 @@ def keeping_what_is_fp32(
     return substituted(plugin, "convert_module", convert)
 
 
-def converting(
-    plugin: Any, config: Mapping[str, Any], *, stock_semantics: bool
-) -> Callable[[nn.Module], nn.Module]:
+def converting(plugin: Any, config: Mapping[str, Any], *, stock_semantics: bool) -> Callable[[nn.Module], nn.Module]:
     """A plugin's ``convert_module`` that keeps buffers in fp32, or names them, and names weights that can't be kept.
 
     Args:

@@ -74,7 +74,13 @@ def made_sure_of(loader: Any, module: Any, timeout: timedelta | None) -> Any:
 
 
 def compared(
-    loader: Any, batches: int | None, *, prefix: str, remedy: str, timeout: timedelta | None, may_end_early: bool = False
+    loader: Any,
+    batches: int | None,
+    *,
+    prefix: str,
+    remedy: str,
+    timeout: timedelta | None,
+    may_end_early: bool = False,
 ) -> Any:
     """Compare a loader over ranks; a collective.
 

@@ -26,7 +26,6 @@ from lightning_zero3.stepping import SteppingStrategy
 from lightning_zero3.strategy_options import OptionsOfAStrategy
 from lightning_zero3.substitution import substituted
 
-
 # In every checkpoint of a Trainer's, and needed to load one.
 _VERSION = "pytorch-lightning_version"
 

@@ -26,6 +26,7 @@ def ranks_in_step(root: nn.Module, world_size: int) -> Iterator[None]:
         world_size: Number of ranks; one rank waits for nobody.
     """
     with ExitStack() as scope:
+        model: Any
         models, _ = find_models(root, lambda module: hasattr(module, "generate"))
         for _, model in models if world_size > 1 else ():
             if "generate" not in vars(model):

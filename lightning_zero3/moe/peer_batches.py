@@ -39,9 +39,13 @@ class PeerBatchesStrategy(_Strategy):
     """Mixin over a Trainer's ``DeepSpeedStrategy``: data for tensor parallelism; without it, Lightning's own."""
 
     options: Zero3Options
-    parallel_layout: Topology
     # Loaders whose first batch has been compared in this fit: the stage's word and the loader's index.
     _compared: frozenset[tuple[str, int]] = frozenset()
+
+    if TYPE_CHECKING:
+
+        @property
+        def parallel_layout(self) -> Topology: ...  # noqa: D102  (EngineSetup's)
 
     def process_dataloader(self, dataloader: object) -> object:
         """Seed workers by the shard that they read, where ``seed_everything(..., workers=True)`` asks for it.

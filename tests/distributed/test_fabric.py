@@ -1,15 +1,16 @@
 """Fabric(strategy="zero3_fast"): the bits of a Trainer's fit, and everything else that a user's own loop does."""
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
-from lightning.fabric import Fabric
 
 from lightning_zero3 import Zero3FastFabricStrategy, Zero3FastStrategy
 from tests.fabric_loops import train
 from tests.fits import Language, Pairs, Regression, Sentences, assert_equal_bits, fit, optimizer_of, tensors_of
 from tests.models import build, tiny
+from tests.ranks import ROOT
 
 SMALL: dict[str, Any] = {"zero_optimization": {"stage": 3, "sub_group_size": 100}}
 AUTOCAST = {**SMALL, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
@@ -83,6 +84,19 @@ def same_bits_of_a_regression() -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_same_steps_as_a_trainers(ranks, world_size):
     ranks(world_size).run(same_bits_of_a_regression)
+
+
+def the_documentations_example(folder: str) -> None:
+    page = (ROOT / "docs" / "fabric.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    with contextlib.chdir(folder):
+        exec(compile(code, "docs/fabric.md", "exec"), {})
+
+
+@pytest.mark.skipif(not hasattr(contextlib, "chdir"), reason="it writes into the current folder")
+def test_the_documentations_example_runs(ranks, tmp_path):
+    ranks(1).run(the_documentations_example, str(tmp_path))
+    assert (tmp_path / "checkpoint" / "latest").is_file()
 
 
 def same_bits_of_experts() -> None:

@@ -185,5 +185,3 @@ def test_a_model_without_an_optimizer_is_neither_saved_nor_trained(ranks):
     assert "Save what fabric.setup(model, optimizer) returned" in evaluated
     assert taken_over == evaluated
     assert "model, optimizer = fabric.setup(model, optimizer)" in backward
-
-

@@ -1,4 +1,4 @@
-"""What users write in a loop of their own: several models, closures, schedulers, clipping, loaders; and what is refused."""
+"""What users write in a loop of their own: several models, closures, schedulers, clipping, loaders; what is refused."""
 
 from typing import Any
 
@@ -271,7 +271,12 @@ def test_what_is_refused_names_the_remedy(ranks):
 @pytest.mark.parametrize(
     ("config", "options", "precision", "message"),
     [
-        ({**CONFIG, "bf16": {"enabled": True}}, {}, "32-true", 'Fabric has precision="32-true". Pass Fabric(precision='),
+        (
+            {**CONFIG, "bf16": {"enabled": True}},
+            {},
+            "32-true",
+            'Fabric has precision="32-true". Pass Fabric(precision=',
+        ),
         ({**CONFIG, "train_batch_size": 8}, {}, None, "gradient_accumulation_steps 1 × 1 ranks is 1"),
         ({**CONFIG, "gradient_accumulation_steps": 0}, {}, None, "a whole number, 1 or more"),
         (CONFIG, {"tensor_parallel_size": 2}, None, "tensor_parallel_size=2 doesn't divide the 1 ranks"),

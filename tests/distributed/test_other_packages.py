@@ -61,7 +61,9 @@ def life(name: str, path: Path) -> dict[str, Any]:
     trainer.fit(module, data)
     trainer.save_checkpoint(path / name)
     resumed, monitor = module_of(pl), Zero3Monitor(summary=False)
-    again = trainer_of(pl, strategy(CONFIG, **options), **settings, max_epochs=3, callbacks=[monitor], log_every_n_steps=1)
+    again = trainer_of(
+        pl, strategy(CONFIG, **options), **settings, max_epochs=3, callbacks=[monitor], log_every_n_steps=1
+    )
     again.fit(resumed, data, data, ckpt_path=path / name)
     fresh = trainer_of(pl, strategy(CONFIG, **options), **settings)
     (result,) = fresh.validate(module_of(pl), data, ckpt_path=path / name, verbose=False)
