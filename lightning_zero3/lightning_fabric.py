@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from lightning_fabric.strategies import STRATEGY_REGISTRY
 from lightning_fabric.strategies.deepspeed import DeepSpeedStrategy
 
 from lightning_zero3 import fabric
@@ -15,3 +16,6 @@ class Zero3FastFabricStrategy(fabric.FabricStrategy, DeepSpeedStrategy):
     """:class:`lightning_zero3.Zero3FastFabricStrategy`, for ``lightning_fabric``: the same arguments, the same code."""
 
     upstream = DeepSpeedStrategy
+
+
+Zero3FastFabricStrategy.register_strategies(STRATEGY_REGISTRY)

@@ -20,3 +20,6 @@ class Zero3FastStrategy(strategy.TrainerStrategy, _UPSTREAM):
     """:class:`lightning_zero3.Zero3FastStrategy`, for ``pytorch_lightning``: the same arguments, the same code."""
 
     upstream = _UPSTREAM
+
+
+Zero3FastStrategy.register_strategies(strategies.StrategyRegistry)

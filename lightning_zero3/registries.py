@@ -40,7 +40,10 @@ def register_in_other_packages() -> None:
 
 def _register(home: ModuleType) -> None:
     registry, module, name = _OTHERS[home.__name__]
-    getattr(importlib.import_module(module), name).register_strategies(getattr(home, registry))
+    strategy = getattr(importlib.import_module(module), name, None)
+    # None while a user imports our module first, which imports theirs: it registers at its end.
+    if strategy is not None:
+        strategy.register_strategies(getattr(home, registry))
 
 
 class _WaitsForRegistries(MetaPathFinder):

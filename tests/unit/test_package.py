@@ -19,6 +19,8 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 other_packages = sorted({"pytorch_lightning", "lightning_fabric"} & set(sys.modules))
 modules_after, waiting = set(sys.modules), [type(finder).__name__ for finder in sys.meta_path]
+# Ours first, as sorted imports have it: it imports theirs, which would register what isn't there yet.
+from lightning_zero3.pytorch_lightning import Zero3FastStrategy
 import pytorch_lightning
 import lightning_fabric
 print(json.dumps({
