@@ -9,22 +9,23 @@ one for training holds 10 to 20.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
 
-from lightning_zero3 import ds_config, engine_end
+from lightning_zero3 import engine_end
 from lightning_zero3.config import SetupError, Zero3Options
-from lightning_zero3.moe import expert_parallel, parallel_layers, tensor_parallel
+from lightning_zero3.moe import parallel_layers
 from lightning_zero3.moe.generation import ranks_in_step
 
-_SECTIONS = ("expert_parallel", "tensor_parallel")
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import DeepSpeedStrategy as _Strategy
+else:
+    _Strategy = object
 
 
-class EvaluatingStrategy(DeepSpeedStrategy):
-    """Lightning's ``DeepSpeedStrategy`` with an evaluation that equals the one inside fit."""
+class EvaluatingStrategy(_Strategy):
+    """Mixin over a Trainer's ``DeepSpeedStrategy``: an evaluation that equals the one inside fit."""
 
     options: Zero3Options
     # The engine that this strategy has set up, or goes on using.
@@ -53,56 +54,6 @@ class EvaluatingStrategy(DeepSpeedStrategy):
             self._while_set_up.close()
             self._while_set_up = None
         super().teardown()
-
-    def _layers_for(self, model: nn.Module) -> tuple[Any, Any, dict[str, Any]]:
-        """The models that AutoEP and AutoTP work on, or have worked on, and the config with what was found out."""
-        assert isinstance(self.config, dict)
-        before = engine_end.engine_of(model)
-        if before is None or (before.experts is None and before.split is None):
-            return parallel_layers.targets(model, self.config, self.world_size)
-        found = {name: before.config[name] for name in _SECTIONS if name in before.config}
-        return before.experts, before.split, {**self.config, **found}
-
-    def _check_layers_of_an_earlier_engine(self, module: nn.Module) -> bool:
-        """Whether layers are shared out already; they must be as this Trainer asks.
-
-        Raises:
-            SetupError: They aren't, or it isn't known how they are.
-        """
-        before = engine_end.engine_of(module)
-        replaced = expert_parallel.already_replaced(module) or tensor_parallel.already_split(module)
-        if not replaced:
-            return False
-        assert isinstance(self.config, dict)
-        asked = _sizes(self.config)
-        made = None if before is None else _sizes(before.config)
-        if asked != made:
-            shown = "an engine that isn't zero3_fast's" if made is None else f"an earlier run with {_said(made)}"
-            raise SetupError(
-                f"{type(module).__name__}'s layers are shared out by {shown}, and this Trainer has {_said(asked)}. "
-                "Pass the same sizes, or build the module anew and load a checkpoint."
-            )
-        return True
-
-    def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
-        from lightning_zero3.engine import build_inference_engine
-
-        experts, split, config = self._layers_for(model)
-        config = ds_config.inference_config(config)
-        before = engine_end.engine_of(model)
-        if before is not None and not engine_end.has_ended(before.engine) and before.config == config:
-            # Lightning's teardown has moved buffers and what was gathered to the CPU.
-            model.to(self.root_device)
-            self.model = before.engine
-            return
-        self.model = build_inference_engine(
-            model, config=config, local_rank=self._device_index, target=experts, split=split
-        )
-
-    @property
-    def _device_index(self) -> int:
-        """The GPU's index; a CPU has none, and DeepSpeed's engine wants a number all the same."""
-        return self.local_rank if self.root_device.index is None else self.root_device.index
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """As Lightning's in fit; for an evaluation, weights alone, from a sharded checkpoint too.
@@ -167,15 +118,3 @@ class EvaluatingStrategy(DeepSpeedStrategy):
                 else "There is nothing to save here: a sharded checkpoint holds optimizer states, and this Trainer has "
                 "only evaluated this module. Save from the Trainer that has trained it."
             )
-
-
-def _sizes(config: Any) -> tuple[int | None, int]:
-    experts, tensors = ds_config.expert_parallel_section(config), ds_config.tensor_parallel_section(config)
-    return (
-        None if experts is None else experts.get("autoep_size", 1),
-        1 if tensors is None else tensors.get("autotp_size", 1),
-    )
-
-
-def _said(sizes: tuple[int | None, int]) -> str:
-    return f"expert_parallel_size={sizes[0]} and tensor_parallel_size={sizes[1]}"
