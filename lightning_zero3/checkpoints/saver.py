@@ -85,6 +85,8 @@ class Saver:
     def __init__(self, timeout: timedelta | None = None) -> None:
         self._timeout = timeout
         self._group: Any = None
+        # Whose members don't wait for each other for long.
+        self._last_group: Any = None
         self._pending: _OnItsWay | None = None
         self._then: list[Callable[[], None]] = []
 
@@ -107,6 +109,7 @@ class Saver:
         self.finish()
         if background and self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=self._timeout)
+            self._last_group = dist.new_group(backend="gloo", timeout=_AFTER_AN_EXCEPTION)
         staging = _begin(request.path)
         folder = commit.folder_for(request.path)
         writer = Writer(
@@ -176,9 +179,12 @@ class Saver:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        then, self._then = self._then, []
         pending.written.result()
-        _commit(pending.request, pending.staging, pending.writer, self._group)
+        self._commit_pending(pending, self._group)
+
+    def _commit_pending(self, pending: _OnItsWay, group: Any) -> None:
+        then, self._then = self._then, []
+        _commit(pending.request, pending.staging, pending.writer, group)
         for action in then:
             _try(action)
 
@@ -192,22 +198,23 @@ class Saver:
         Raises:
             CheckpointNotSavedError: On all ranks, where it failed on any; not after an exception.
         """
-        group = self._group
+        groups = [self._group, self._last_group]
         try:
             if after_exception and self._pending is not None:
                 self._finish_after_exception(self._pending)
             else:
                 self.finish()
         finally:
-            self._pending, self._then, self._group = None, [], None
-        if group is not None and not after_exception:
-            dist.destroy_process_group(group)
+            self._pending, self._then, self._group, self._last_group = None, [], None, None
+        for group in groups:
+            if group is not None and not after_exception:
+                dist.destroy_process_group(group)
 
     def _finish_after_exception(self, pending: _OnItsWay) -> None:
         path = pending.request.path
         pending.written.result()
         try:
-            dist.monitored_barrier(self._group, timeout=_AFTER_AN_EXCEPTION)
+            dist.barrier(group=self._last_group)
         except RuntimeError:
             # Each rank for itself: this isn't about rank 0.
             print(
@@ -215,9 +222,10 @@ class Saver:
                 "ranks don't answer: it isn't committed. Earlier checkpoints are as they were.",
                 flush=True,
             )
+            _abandon(pending.staging)
             return
         try:
-            self.finish()
+            self._commit_pending(pending, self._last_group)
         except CheckpointNotSavedError as error:
             print(f"Rank {dist.get_rank()}: {error}", flush=True)
 
