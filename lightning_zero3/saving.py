@@ -7,6 +7,7 @@ is written in the background; so what was the last good one goes only when the n
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -106,6 +107,16 @@ class SavingStrategy(DeepSpeedStrategy):
         if self._saver is not None:
             self._saver.finish()
 
+    def after_commit(self, action: Callable[[], None]) -> None:
+        """Do something on rank 0 once the last checkpoint is at its path, at the latest before the fit has ended.
+
+        Args:
+            action: What to do; it isn't done if that checkpoint can't be saved.
+        """
+        if self._saver is None:
+            self._saver = Saver(self._timeout)
+        self._saver.after_commit(action)
+
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint from its path, at once, and then from the disk.
 
@@ -114,7 +125,7 @@ class SavingStrategy(DeepSpeedStrategy):
         Args:
             filepath: Which.
         """
-        self._after_commit(partial(self._remove_unless_linked, Path(os.path.abspath(filepath))))
+        self.after_commit(partial(self._remove_unless_linked, Path(os.path.abspath(filepath))))
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As Lightning's, after a checkpoint that all ranks have written meanwhile is committed.
@@ -194,15 +205,10 @@ class SavingStrategy(DeepSpeedStrategy):
                 "only evaluated this module. Save from the Trainer that has trained it."
             )
 
-    def _after_commit(self, action: Any) -> None:
-        if self._saver is None:
-            self._saver = Saver(self._timeout)
-        self._saver.after_commit(action)
-
     def _link(self, trainer: Any, target: str, path: str) -> None:  # noqa: ARG002
         if os.path.abspath(target) != os.path.abspath(path):
-            self._after_commit(partial(commit.link, Path(os.path.abspath(target)), Path(os.path.abspath(path))))
-            self._after_commit(self._remove_what_was_linked)
+            self.after_commit(partial(commit.link, Path(os.path.abspath(target)), Path(os.path.abspath(path))))
+            self.after_commit(self._remove_what_was_linked)
         self.barrier()
 
     def _is_pending(self, path: Any) -> bool:

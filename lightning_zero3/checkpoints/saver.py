@@ -16,9 +16,9 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -142,7 +142,7 @@ class Saver:
             executor.shutdown(wait=False)
         else:
             writer.flush()
-            _commit(request, staging, writer, None)
+            _commit(request, staging, writer)
 
     def after_commit(self, action: Callable[[], None]) -> None:
         """Do something on rank 0 once there is nothing on its way, and not at all if that save fails.
@@ -184,9 +184,7 @@ class Saver:
 
     def _commit_pending(self, pending: _OnItsWay, group: Any) -> None:
         then, self._then = self._then, []
-        _commit(pending.request, pending.staging, pending.writer, group)
-        for action in then:
-            _try(action)
+        _commit(pending.request, pending.staging, pending.writer, group, then)
 
     def close(self, *, after_exception: bool = False) -> None:
         """Finish, and give back what was made for saves in the background.
@@ -280,14 +278,22 @@ def _writing_through(engine: Any, writer: Writer) -> Iterator[None]:
         yield
 
 
-def _commit(request: Request, staging: commit.Staging | None, writer: Writer, group: Any) -> None:
-    """Gather what was written, and move the checkpoint to its path."""
+def _commit(
+    request: Request,
+    staging: commit.Staging | None,
+    writer: Writer,
+    group: Any = None,
+    then: Sequence[Callable[[], None]] = (),
+) -> None:
+    """Gather what was written, move the checkpoint to its path, and do what waits for that; no rank leaves before."""
     files = _raise_together(request.path, writer.error, staging, writer.files, group)
     error: Exception | None = None
     if staging is not None:
         try:
             _complete(request, staging, files)
             staging = None
+            for action in then:
+                _try(action)
         except Exception as raised:
             error = raised
     _raise_together(request.path, error, staging, group=group)
@@ -343,13 +349,15 @@ def _said(error: Exception) -> str:
 
 
 def _abandon(staging: commit.Staging | None) -> None:
+    """The next save tries again where this fails."""
     if staging is not None:
-        _try(lambda: commit.abandon(staging))
+        with suppress(OSError):
+            commit.abandon(staging)
 
 
 def _try(action: Callable[[], None]) -> None:
     """On rank 0 alone, so it must not raise: the others go on."""
     try:
         action()
-    except OSError as error:
-        rank_zero_warn(f"A checkpoint that isn't needed any more stays where it is: {error}.")
+    except Exception as error:
+        rank_zero_warn(f"A checkpoint is saved, but what was to follow it has failed: {error!r}.")

@@ -290,6 +290,7 @@ def background_failure(folder: str) -> tuple[int, str]:
     with pytest.raises(CheckpointNotSavedError) as caught:
         fit(Regression(), Pairs(), ours(async_save=True), steps=30, callbacks=[fails])
     fails.scope.close()
+    torch.distributed.barrier()
     assert manifest.verify(Path(folder, "one.ckpt"))
     assert sorted(each.name for each in Path(folder).iterdir()) == ["one.ckpt"]
     return fails.steps, str(caught.value)
