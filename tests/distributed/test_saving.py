@@ -26,6 +26,7 @@ from lightning_zero3.checkpoints import commit, manifest, saver
 from lightning_zero3.checkpoints.saver import CheckpointNotSavedError, Request, Saver
 from lightning_zero3.checkpoints.writer import Writer
 from lightning_zero3.substitution import substituted
+from tests.distributed.stock import StockOnCPU
 from tests.engines import build, micro_step
 from tests.fits import QUIET, Pairs, Regression, assert_equal_bits, fit, optimizer_of, tensors_of
 from tests.ranks import RankFailure, RankPool
@@ -228,6 +229,7 @@ class Saves(pl.Callback):
             assert not (self.folder / "in_background.ckpt").exists()
             assert (self.folder / "at_once.ckpt").exists()
             self.seen["after a step"] = tensors_of(optimizer_of(trainer))
+            trainer.strategy.barrier()
             if rank() == 0:
                 (self.folder / "at_once.ckpt").rename(self.folder / "kept.ckpt")
             trainer.strategy.barrier()
@@ -424,6 +426,10 @@ def weights_only(folder: str) -> tuple[int, int, list[str]]:
         for name, alone in (("whole", False), ("weights", True)):
             trainer.save_checkpoint(f"{folder}/{name}.ckpt", weights_only=alone)
     trained = tensors_of(optimizer_of(trainer))
+    # Stock Lightning goes on from what ours has saved.
+    config = {"zero_optimization": dict(ZERO), "zero_allow_untested_optimizer": True}
+    theirs = fit(Edits(), Pairs(), StockOnCPU(config=config), ckpt_path=f"{folder}/whole.ckpt")
+    assert_equal_bits(trained, tensors_of(optimizer_of(theirs)))
     sizes = []
     for name in ("whole", "weights"):
         read = manifest.read(Path(folder, f"{name}.ckpt"))
