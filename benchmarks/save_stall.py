@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
-from torch import multiprocessing
+from torch.multiprocessing.spawn import spawn
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
@@ -55,7 +55,7 @@ def timed(function: Any, *arguments: Any, **named: Any) -> float:
 
 def slowest(seconds: float) -> float:
     """The slowest rank's."""
-    every: list[Any] = [None] * dist.get_world_size()
+    every = [0.0] * dist.get_world_size()
     dist.all_gather_object(every, seconds)
     return max(every)
 
@@ -148,7 +148,7 @@ def main() -> None:
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 port = probe.getsockname()[1]
-            multiprocessing.spawn(work, (ranks, port, folder, options), nprocs=ranks)
+            spawn(work, (ranks, port, folder, options), nprocs=ranks)  # type: ignore[no-untyped-call]
             cases.append(json.loads(Path(folder, "result.json").read_text()))
         case = cases[-1]
         size = case["bytes_of_rank_0"] / 1e6

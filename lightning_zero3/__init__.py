@@ -19,6 +19,8 @@ _FOR_THE_DOCTOR = os.path.basename(sys.argv[0]) == "lightning-zero3" and sys.arg
 if TYPE_CHECKING or not _FOR_THE_DOCTOR:
     from lightning.pytorch.strategies import StrategyRegistry
 
+    from lightning_zero3.checkpoints.manifest import DamagedCheckpointError
+    from lightning_zero3.checkpoints.saver import CheckpointNotSavedError
     from lightning_zero3.metrics.callback import Zero3Monitor
     from lightning_zero3.moe.peer_batches import PeerBatchesError
     from lightning_zero3.optimizer.layer_norms import grad_norms
@@ -32,7 +34,9 @@ if TYPE_CHECKING:
     from lightning_zero3.optimizer.stage3 import FastStage3Optimizer
 
 __all__ = [
+    "CheckpointNotSavedError",
     "ConfigConflictError",
+    "DamagedCheckpointError",
     "FastStage3Optimizer",
     "PeerBatchesError",
     "UnequalBatchesError",

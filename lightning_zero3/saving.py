@@ -189,10 +189,11 @@ class SavingStrategy(DeepSpeedStrategy):
         return self.options.async_save and running and not path.name.startswith(_BEFORE_REQUEUE)
 
     def _only_upstream_can_save(self) -> str | None:
-        if self.model.use_node_local_storage():
+        engine: Any = self.model
+        if engine.use_node_local_storage():
             return "checkpoint.use_node_local_storage is set in the DeepSpeed config"
-        engine = self.model.checkpoint_engine
-        return f"The DeepSpeed config asks for {type(engine).__name__}" if engine.is_decoupled() else None
+        theirs = engine.checkpoint_engine
+        return f"The DeepSpeed config asks for {type(theirs).__name__}" if theirs.is_decoupled() else None
 
     def _require_something_to_save(self) -> None:
         if not hasattr(self.model, "save_checkpoint") or not engine_end.has_optimizer(self.model):

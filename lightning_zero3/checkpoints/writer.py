@@ -130,10 +130,11 @@ class Writer:
             self.measured(path)
         elif self._in_memory:
             self._require_memory(sum(storage.nbytes() for storage in _storages(state)))
-            kept = _Kept()
+            kept: Any = _Kept()
             torch.save(state, kept, _use_new_zipfile_serialization=format_of)
             self._waiting.append((path, kept.chunks))
         else:
+            file: Any
             with _Digested(path) as file:
                 torch.save(state, file, _use_new_zipfile_serialization=format_of)
             self._note(path, file.written)

@@ -250,7 +250,9 @@ def in_the_background(folder: str, precision: str) -> None:
 
     with substituted(Writer, "_write_chunks", held):
         strategy = ours(async_save=True)
-        fit(Regression(), Pairs(), strategy, steps=5, precision=precision, callbacks=[saves], enable_checkpointing=False)
+        fit(
+            Regression(), Pairs(), strategy, steps=5, precision=precision, callbacks=[saves], enable_checkpointing=False
+        )
     assert saves.seen["committed during the fit"]
     before, after = saves.seen["at the save"], saves.seen["after a step"]
     assert any(not torch.equal(a, b) for a, b in zip(before["masters"], after["masters"], strict=True))
@@ -264,7 +266,11 @@ def in_the_background(folder: str, precision: str) -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "precision"),
-    [(1, "32-true"), (2, "bf16-mixed"), *(pytest.param(2, p, marks=pytest.mark.slow) for p in ("32-true", "bf16-true"))],
+    [
+        (1, "32-true"),
+        (2, "bf16-mixed"),
+        *(pytest.param(2, p, marks=pytest.mark.slow) for p in ("32-true", "bf16-true")),
+    ],
 )
 def test_a_checkpoint_in_the_background_has_the_bytes_of_one_at_once(ranks, world_size, precision, tmp_path):
     ranks(world_size).run(in_the_background, str(tmp_path), precision)
@@ -402,9 +408,7 @@ def retention(folder: str, save_last: Any, in_background: bool) -> list[str]:
         ),
     ],
 )
-def test_retention_removes_the_last_good_one_only_after_the_next(
-    ranks, world_size, save_last, in_background, tmp_path
-):
+def test_retention_removes_the_last_good_one_only_after_the_next(ranks, world_size, save_last, in_background, tmp_path):
     for names in ranks(world_size).run(retention, str(tmp_path), save_last, in_background):
         assert names == ["last.ckpt", "step=5.ckpt"]
 
