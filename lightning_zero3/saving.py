@@ -81,7 +81,7 @@ class SavingStrategy(DeepSpeedStrategy):
                 rank_zero_warn(f"{upstreams}: DeepSpeed saves by itself, and a save that is cut short isn't noticed.")
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        path = Path(os.path.abspath(self.broadcast(filepath)))
+        path = Path(self.broadcast(os.path.abspath(filepath)))
         if offered is not None:
             _warn_of_edits(offered, checkpoint.get("state_dict"))
         assert isinstance(self.config, dict)
