@@ -19,7 +19,7 @@ from lightning_zero3.checkpoints import commit, manifest, saver
 from lightning_zero3.checkpoints.saver import Saver
 from lightning_zero3.substitution import substituted
 from tests.distributed.stock import StockOnCPU
-from tests.engines import build, micro_step
+from tests.engines import Trainable, build, micro_step
 from tests.fits import QUIET, Pairs, Regression, assert_equal_bits, fit, optimizer_of, tensors_of
 from tests.ranks import RankFailure, RankPool
 from tests.saves import ZERO, is_last_rank, no_room_for_files, ours, rank, refused, save
@@ -231,3 +231,36 @@ def upstreams_own(folder: str) -> list[str]:
 def test_where_only_upstream_can_save_that_is_said(ranks, tmp_path):
     [said] = ranks(1).run(upstreams_own, str(tmp_path))
     assert "saves by itself" in said[0]
+
+
+def swapped(folder: str) -> None:
+    """The optimizer's files on NVMe are part of the checkpoint, as they are at the save, and of what can fail."""
+    model = Trainable(dims=(600, 600, 7))
+    zero = {"offload_optimizer": {"device": "nvme", "nvme_path": f"{folder}/nvme", "buffer_count": 6}}
+    aio = {"block_size": 1048576, "queue_depth": 8, "single_submit": False, "overlap_events": True}
+    engine, saver_ = build(model, sub_group_size=1, zero=zero, aio=aio), Saver()
+
+    def step() -> None:
+        engine.backward(engine((torch.ones(2, 600), torch.ones(2, 7)), 0))
+        engine.step()
+
+    step()
+    save(saver_, engine, Path(folder, "a.ckpt"))
+    save(saver_, engine, Path(folder, "b.ckpt"), background=True)
+    step()
+    saver_.finish()
+    at_once, background = (manifest.read(Path(folder, f"{name}.ckpt")).files for name in "ab")
+    assert any(name.startswith("checkpoint/offloaded_tensors/rank0") for name in at_once)
+    assert at_once == background
+    assert manifest.verify(Path(folder, "b.ckpt"))
+    with no_room_for_files(1_000_000):
+        said = refused(lambda: save(saver_, engine, Path(folder, "a.ckpt")))
+    assert "File too large" in said
+    assert manifest.verify(Path(folder, "a.ckpt"))
+    saver_.close()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("async_io")
+def test_an_optimizer_on_nvme_is_saved_with_its_files(ranks, tmp_path):
+    ranks(1).run(swapped, str(tmp_path))
