@@ -21,6 +21,8 @@ if TYPE_CHECKING or not _FOR_THE_DOCTOR:
     from lightning.fabric.strategies import STRATEGY_REGISTRY
     from lightning.pytorch.strategies import StrategyRegistry
 
+    from lightning_zero3.checkpoints.manifest import DamagedCheckpointError
+    from lightning_zero3.checkpoints.saver import CheckpointNotSavedError
     from lightning_zero3.fabric import Zero3FastFabricStrategy
     from lightning_zero3.metrics.callback import Zero3Monitor
     from lightning_zero3.moe.peer_batches import PeerBatchesError
@@ -38,7 +40,9 @@ if TYPE_CHECKING:
     from lightning_zero3.optimizer.stage3 import FastStage3Optimizer
 
 __all__ = [
+    "CheckpointNotSavedError",
     "ConfigConflictError",
+    "DamagedCheckpointError",
     "FastStage3Optimizer",
     "PeerBatchesError",
     "UnequalBatchesError",

@@ -28,6 +28,7 @@ _SWITCHES = (
     "bucket_per_process_group",
     "lean_hooks",
     "verify_parallel",
+    "async_save",
     "stock_semantics",
 )
 
@@ -65,6 +66,7 @@ class Zero3Options:
             leave layers whole.
         verify_parallel: Before training, compare logits, losses and every gradient of a small copy of the model with
             plain Transformers, and raise where they differ. Needs ``expert_parallel_size`` or ``tensor_parallel_size``.
+        async_save: Let training go on while a checkpoint is written out of a copy in host memory.
         stock_semantics: Give exactly ``deepspeed_stage_3``'s numbers, its known faults included: none of the
             corrections that docs/corrections.md lists is applied.
 
@@ -94,6 +96,7 @@ class Zero3Options:
     router_bias_update_speed: float | None = None
     tensor_parallel_size: int | None = None
     verify_parallel: bool = False
+    async_save: bool = False
     stock_semantics: bool = False
 
     def __post_init__(self) -> None:

@@ -84,37 +84,3 @@ class EvaluatingStrategy(_Strategy):
         _validate_checkpoint_directory(checkpoint_path)
         layout = parallel_layers.topology_of(self.config, self.world_size)
         return load_sharded(module, checkpoint_path, layout, self.global_rank, strict=module.strict_loading)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """As Lightning's.
-
-        Args:
-            checkpoint: What Lightning saves.
-            filepath: Where.
-            storage_options: As Lightning's.
-
-        Raises:
-            RuntimeError: This Trainer has no engine with an optimizer (any more).
-        """
-        self._require_something_to_save()
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """As Lightning's, which asks before it calls :meth:`save_checkpoint`.
-
-        Args:
-            optimizer: An optimizer of this Trainer.
-        """
-        self._require_something_to_save()
-        return super().optimizer_state(optimizer)
-
-    def _require_something_to_save(self) -> None:
-        if not hasattr(self.model, "save_checkpoint") or not engine_end.has_optimizer(self.model):
-            gone = self.model is not None and engine_end.has_ended(self.model)
-            raise RuntimeError(
-                "This Trainer's engine has ended: a later run has taken over its module. Save before that run starts, "
-                "or from the later run's Trainer."
-                if gone
-                else "There is nothing to save here: a sharded checkpoint holds optimizer states, and this Trainer has "
-                "only evaluated this module. Save from the Trainer that has trained it."
-            )

@@ -22,6 +22,7 @@ from lightning_zero3.lightning_packages import package_of
 from lightning_zero3.moe import expert_parallel, parallel_layers
 from lightning_zero3.moe.build import meta_tensors, refuse_meta_tensors
 from lightning_zero3.moe.peer_batches import PeerBatchesStrategy
+from lightning_zero3.saving import SavingStrategy
 from lightning_zero3.stepping import SteppingStrategy
 from lightning_zero3.strategy_options import OptionsOfAStrategy
 from lightning_zero3.substitution import substituted
@@ -30,7 +31,9 @@ from lightning_zero3.substitution import substituted
 _VERSION = "pytorch-lightning_version"
 
 
-class TrainerStrategy(EngineSetup, OptionsOfAStrategy, PeerBatchesStrategy, SteppingStrategy, EvaluatingStrategy):
+class TrainerStrategy(
+    EngineSetup, OptionsOfAStrategy, PeerBatchesStrategy, SteppingStrategy, SavingStrategy, EvaluatingStrategy
+):
     """Mixin over the ``DeepSpeedStrategy`` of either of Lightning's packages that have a Trainer."""
 
     def setup_environment(self) -> None:
@@ -208,6 +211,10 @@ class Zero3FastStrategy(TrainerStrategy, DeepSpeedStrategy):
             process, within 1e-5 in fp32 (and what routers choose in bf16, where the run is in bf16), and raise
             ``DifferentMathematicsError`` on all ranks where they differ. Takes seconds; weights, memory and random
             states stay as they are. Needs ``expert_parallel_size`` or ``tensor_parallel_size``.
+        async_save: Let training go on while a checkpoint is written. What is saved is copied to host memory first, as
+            many bytes as the rank writes (with Adam and fp32 masters, 12 per parameter of its share); one save waits
+            for the one before. It is committed, and its errors are raised on all ranks, at a later micro-batch or at
+            the end of the fit.
         stock_semantics: Give exactly ``deepspeed_stage_3``'s numbers, its known faults included: none of the
             corrections that docs/corrections.md lists is applied.
         **deepspeed_arguments: Any other argument of ``lightning.pytorch.strategies.DeepSpeedStrategy`` but ``stage``

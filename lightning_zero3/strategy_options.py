@@ -40,6 +40,7 @@ class OptionsOfAStrategy:
         router_bias_update_speed: float | None = None,
         tensor_parallel_size: int | None = None,
         verify_parallel: bool = False,
+        async_save: bool = False,
         stock_semantics: bool = False,
         **deepspeed_arguments: Any,
     ) -> None:
@@ -58,6 +59,7 @@ class OptionsOfAStrategy:
             router_bias_update_speed=router_bias_update_speed,
             tensor_parallel_size=tensor_parallel_size,
             verify_parallel=verify_parallel,
+            async_save=async_save,
             stock_semantics=stock_semantics,
         )
         self._refuse_fixed_arguments(deepspeed_arguments)
