@@ -43,6 +43,7 @@ from lightning_zero3.moe.build import meta_tensors, refuse_meta_tensors
 from lightning_zero3.moe.peer_batches import PeerBatchesStrategy
 from lightning_zero3.moe.sharded_build import sharded_build
 from lightning_zero3.optimizer.switches import Switches
+from lightning_zero3.resuming import ResumingStrategy
 from lightning_zero3.stepping import SteppingStrategy
 from lightning_zero3.substitution import substituted
 
@@ -50,7 +51,7 @@ from lightning_zero3.substitution import substituted
 DEPRECATED_CALLS = r"`torch\.distributed\.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated"
 
 
-class Zero3FastStrategy(PeerBatchesStrategy, SteppingStrategy, EvaluatingStrategy):
+class Zero3FastStrategy(PeerBatchesStrategy, ResumingStrategy, SteppingStrategy, EvaluatingStrategy):
     """ZeRO Stage 3 with a faster, leaner optimizer step, and expert parallelism for Hugging Face MoE models.
 
     A drop-in for ``Trainer(strategy="deepspeed_stage_3")``: registered as ``"zero3_fast"``, and as

@@ -1,0 +1,263 @@
+"""A resumed fit does what the interrupted one would have done next.
+
+What :mod:`lightning_zero3.fit_position` has written down is made up for in the first pass of Lightning's loops, whose
+methods are replaced on one Trainer until they have been called once.
+
+Upstream symbols: ``_FitLoop.reset``, ``on_advance_start`` and ``_load_combined_loader_states``;
+``_TrainingEpochLoop.on_run_start``, ``advance``, ``_on_before_fetch`` and ``_skip_next_val`` (Lightning 2.6.6). Detected by
+tests that compare with uninterrupted runs. Expires when Lightning's resume is exact.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_zero3 import epoch_means, fit_position, loader_position, random_states
+from lightning_zero3.fit_position import Place
+from lightning_zero3.substitution import substituted
+
+# In what Lightning saves next to DeepSpeed's own states; each rank's own, in its own file.
+SAVED = "lightning_zero3_fit"
+# What ``seed_everything`` sets.
+_SEED = "PL_GLOBAL_SEED"
+# Lightning's, which knows of no loader but those with a state.
+_NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
+
+
+class FitWatch:
+    """Keeps what a checkpoint of one fit needs, and sees that a resume goes on there.
+
+    Args:
+        trainer: The Trainer, set up for fit.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._device = trainer.strategy.root_device
+        self._replaced = ExitStack()
+        # Where batches are drawn ahead: loaders and random states before the last was drawn.
+        self._before_fetch: dict[str, Any] | None = None
+        # A resumed fit's next batch is its loader's first.
+        self.begins = False
+        # Whether a loader that is a generator draws random numbers of this process for its batches.
+        self._draws = False
+        self._before_batch: dict[str, Any] | None = None
+        # Random states before the validation that is running.
+        self._before_validation: dict[str, Any] | None = None
+        # Within what follows a batch's training, which Lightning's counters don't tell from its end.
+        self._batch_is_trained = False
+        loop = trainer.fit_loop.epoch_loop
+        self._replace(loop, "_on_before_fetch", self._fetching)
+        self._replace(loop, "_on_after_fetch", self._fetched)
+        self._replace(loop, "on_advance_end", self._batch_ends)
+
+    def _replace(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+        self._replaced.enter_context(substituted(owner, name, partial(replacement, getattr(owner, name))))
+
+    def close(self) -> None:
+        """Give the loops back their own methods."""
+        self._replaced.close()
+
+    def _fetching(self, before_fetch: Callable[[], None]) -> None:
+        fit_loop = self._trainer.fit_loop
+        fetcher = fit_loop._data_fetcher
+        random = random_states.collected(self._device)
+        begins, self.begins = self.begins and fetcher.fetched > 0, False
+        if begins:
+            # A generator makes its iterator and passes over batches by now, which the uninterrupted run did long ago.
+            loader_position.begin(fetcher)
+            random_states.restore(random, self._device)
+        if fetcher.length is None:
+            self._before_fetch = {"loaders": fit_loop._combined_loader._state_dicts(), "random": random}
+        # Its first batch of an epoch is another matter.
+        generator = bool(loader_position.generators_of(fetcher)) and fetcher.fetched > 0
+        self._before_batch = random if generator and not self._draws else None
+        before_fetch()
+
+    def _fetched(self, after_fetch: Callable[[], None]) -> None:
+        after_fetch()
+        if self._before_batch is not None:
+            self._draws = random_states.differ(self._before_batch, random_states.collected(self._device))
+
+    def _batch_ends(self, on_advance_end: Callable[[Any], None], data_fetcher: Any) -> None:
+        if self._trainer.enable_validation:
+            self._before_validation = random_states.collected(self._device)
+        self._batch_is_trained = True
+        try:
+            on_advance_end(data_fetcher)
+        finally:
+            self._batch_is_trained = False
+
+    def amended(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """A checkpoint with what a resume needs.
+
+        Args:
+            checkpoint: What Lightning saves.
+        """
+        trainer = self._trainer
+        place = fit_position.place_of(trainer)
+        if self._batch_is_trained and place is Place.BATCH_DONE:
+            place = Place.BATCH_TRAINED
+        random = random_states.collected(self._device)
+        if place is Place.BATCH_TRAINED and trainer.validating and self._before_validation is not None:
+            random = self._before_validation  # the validation is run again, from its start
+        loops = checkpoint["loops"]
+        if fit_position.closed_early(trainer):
+            loops = fit_position.reopened(loops)
+        fetched = self._before_fetch if fit_position.prefetched(trainer) else None
+        if fetched is not None and fetched["loaders"]:
+            loops = {**loops, "fit_loop": {**loops["fit_loop"]}}
+            loops["fit_loop"]["state_dict"] = {
+                **loops["fit_loop"]["state_dict"],
+                "combined_loader": fetched["loaders"],
+            }
+        state = {
+            "place": place.value,
+            "rank": trainer.global_rank,
+            "world_size": trainer.world_size,
+            "random": random,
+            "loader_draws": self._draws,
+            "seed": os.environ.get(_SEED),
+            "random_before_fetch": None if fetched is None else fetched["random"],
+            "results": epoch_means.saved_state(trainer),
+        }
+        return {**checkpoint, "loops": loops, SAVED: state}
+
+    def resume(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from a checkpoint; before Lightning loads the loops' state.
+
+        Args:
+            state: What :meth:`amended` has added to it, or None for a checkpoint of stock Lightning's.
+        """
+        if state is None:
+            return
+        trainer = self._trainer
+        if (state["rank"], state["world_size"]) != (trainer.global_rank, trainer.world_size):
+            rank_zero_warn(
+                f"This checkpoint is of {state['world_size']} ranks, and this run has {trainer.world_size}: random "
+                "states aren't restored, and dropout and whatever else draws random numbers is another run's."
+            )
+            state = {**state, "random": None, "random_before_fetch": None}
+        if state["loader_draws"]:
+            rank_zero_warn(
+                "The training loader's __iter__ is a generator, and its data set draws random numbers in this process "
+                "(num_workers=0). What the resumed run's first batch draws isn't what the uninterrupted run drew. Use "
+                "torchdata's StatefulDataLoader, or draw from a generator seeded by epoch and sample."
+            )
+        if state["seed"] != os.environ.get(_SEED):
+            rank_zero_warn(
+                f"This checkpoint is of a run with seed_everything({state['seed']}), this run has "
+                f"{os.environ.get(_SEED)}. The order of the DistributedSampler that Lightning puts in is made of it: "
+                "call seed_everything with the same seed before fit."
+            )
+        self.begins = Place(state["place"]) in fit_position.WITHIN_EPOCH
+        _FirstPass(trainer, state, self._replaced)
+
+
+class _FirstPass:
+    """The first pass of the loops after a resume.
+
+    Args:
+        trainer: The Trainer.
+        state: From a checkpoint.
+        replaced: Where the loops' own methods are kept.
+    """
+
+    def __init__(self, trainer: Any, state: Mapping[str, Any], replaced: ExitStack) -> None:
+        self._trainer = trainer
+        self._fit_loop = trainer.fit_loop
+        self._epoch_loop = trainer.fit_loop.epoch_loop
+        self._state = state
+        self._place = Place(state["place"])
+        self._replaced = replaced
+        once = self._once
+        once(self._fit_loop, "_load_combined_loader_states", self._load_loaders)
+        once(self._fit_loop, "reset", self._reset)
+        once(self._epoch_loop, "reset", self._reset_epoch)
+        if self._place in fit_position.WITHIN_EPOCH:
+            once(self._epoch_loop, "advance", self._advance)
+        else:
+            once(self._fit_loop, "on_advance_start", self._start_epoch)
+            once(self._epoch_loop, "on_run_start", self._run_epoch)
+
+    def _once(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+        scope = ExitStack()
+        original = getattr(owner, name)
+
+        def first_call(*arguments: Any) -> Any:
+            scope.close()
+            return replacement(original, *arguments)
+
+        scope.enter_context(substituted(owner, name, first_call))
+        self._replaced.callback(scope.close)
+
+    def _restore_random(self, which: str = "random") -> None:
+        if self._state[which] is not None:
+            random_states.restore(self._state[which], self._trainer.strategy.root_device)
+
+    def _load_loaders(self, load: Callable[[], None]) -> None:
+        load()
+        within = self._place in fit_position.WITHIN_EPOCH
+        batch = self._epoch_loop.batch_progress.current
+        through = batch.completed if self._place is Place.ELSEWHERE else batch.processed
+        loader_position.go_on(
+            self._fit_loop._combined_loader,
+            epoch=self._fit_loop.epoch_progress.current.processed,
+            batch=through if within else 0,
+        )
+        self._restore_random("random_before_fetch")
+
+    def _reset(self, reset: Callable[[], None]) -> None:
+        batch = self._epoch_loop.batch_progress
+        if self._place is Place.BATCH_TRAINED and batch.current.completed < batch.current.processed:
+            # Or Lightning passes over what is left of the batch, and of the epoch after its last one.
+            batch.increment_completed()
+        if self._place in (Place.EPOCH_ENDING, Place.EPOCH_DONE):
+            # With max_steps Lightning would go through the epoch's end once more.
+            self._fit_loop._restarting = False
+            self._epoch_loop.restarting = False
+        elif self._place is Place.EPOCH_STARTING:
+            self._epoch_loop.restarting = False
+        if self._place is Place.EPOCH_ENDING:
+            epoch_means.restore_monitored(self._state["results"], self._trainer)
+            self._epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+        reset()
+
+    def _reset_epoch(self, reset: Callable[[], None]) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=_NOT_RESUMABLE)  # ours says more, where it is true
+            reset()
+
+    def _start_epoch(self, on_advance_start: Callable[[], None]) -> None:
+        epoch_means.restore_monitored(self._state["results"], self._trainer)
+        self._restore_random()
+        on_advance_start()
+
+    def _run_epoch(self, on_run_start: Callable[[Any], None], data_fetcher: Any) -> None:
+        # Lightning has made the iterator already, before hooks and with other random states.
+        iter(data_fetcher)
+        on_run_start(data_fetcher)
+
+    def _advance(self, advance: Callable[[Any], None], data_fetcher: Any) -> None:
+        epoch_means.restore_monitored(self._state["results"], self._trainer)
+        epoch_means.restore_epoch(self._state["results"], self._trainer)
+        self._restore_random()
+        # Or a plateau scheduler would not be asked at the epoch's end.
+        self._fit_loop._restarting = False
+        if self._place is Place.ELSEWHERE:
+            advance(data_fetcher)
+            return
+        self._epoch_loop.val_loop.restarting = False
+        if self._place is Place.BATCH_DONE:
+            self._epoch_loop._restarting = False
+            advance(data_fetcher)
+            return
+        # Nothing to train on: what follows a batch comes next.
+        self._epoch_loop._skip_next_val = self._place is Place.BATCH_VALIDATED
