@@ -13,7 +13,7 @@ tests. Expires when Lightning gives a plain loader its position.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import Any
 
@@ -39,6 +39,10 @@ class _FromBatch:
         self._batch_sampler = batch_sampler
         self._first = first
 
+    def begin_anew(self) -> None:
+        """The epoch that went on has ended, perhaps before another of its batches was asked for."""
+        self._first = 0
+
     def __getattr__(self, name: str) -> Any:
         if name == "_batch_sampler":  # a copy in the making
             raise AttributeError(name)
@@ -53,7 +57,7 @@ class _FromBatch:
         yield from islice(iter(self._batch_sampler), first, None)
 
 
-def go_on(combined_loader: Any, *, epoch: int, batch: int) -> bool:
+def go_on(combined_loader: Any, *, epoch: int, batch: int) -> Callable[[], None] | None:
     """Have a resumed fit's loaders begin where the checkpoint was saved; warn where that isn't possible.
 
     Args:
@@ -62,21 +66,21 @@ def go_on(combined_loader: Any, *, epoch: int, batch: int) -> bool:
         batch: Its batches that are through.
 
     Returns:
-        Whether all loaders begin there.
+        What is to be called when that epoch has ended, if anything.
     """
     loaders = combined_loader.flattened
     for loader in loaders:
         _set_sampler_epoch(loader, epoch)
     others = [loader for loader in loaders if not isinstance(loader, _Stateful)]
     if not batch or not others:
-        return True
+        return None
     loader = others[0]
     # Beside another loader it may have been through several times.
     why = "is one of several" if len(loaders) > 1 else _why_not(loader)
     if why is None:
         wrapped = getattr(loader.batch_sampler, "_batch_sampler", loader.batch_sampler)
-        vars(loader)["batch_sampler"] = _FromBatch(wrapped, batch)
-        return True
+        vars(loader)["batch_sampler"] = later = _FromBatch(wrapped, batch)
+        return later.begin_anew
     rank_zero_warn(
         f"This checkpoint was saved after {batch} batches of epoch {epoch}, and the training loader "
         f"({type(loader).__name__}) can't go on there: it {why}. It begins anew, so this run isn't the uninterrupted "
@@ -84,7 +88,7 @@ def go_on(combined_loader: Any, *, epoch: int, batch: int) -> bool:
         "Lightning (DataLoader(shuffle=True), which gets a DistributedSampler), or resume from a checkpoint of an "
         "epoch's end."
     )
-    return False
+    return None
 
 
 def generators_of(data_fetcher: Any) -> list[int]:

@@ -36,17 +36,19 @@ class FitWatch:
 
     Args:
         trainer: The Trainer, set up for fit.
+        step_ended: Called on all ranks alike between optimizer steps, where a checkpoint may be saved.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, step_ended: Callable[[], None]) -> None:
         self._trainer = trainer
+        self._step_ended = step_ended
         self._device = trainer.strategy.root_device
         self._replaced = ExitStack()
         # Where batches are drawn ahead: loaders and random states before the last was drawn.
         self._before_fetch: dict[str, Any] | None = None
         # A resumed fit's next batch is its loader's first.
         self.begins = False
-        # Whether a loader that is a generator draws random numbers of this process for its batches.
+        # Whether a loader whose first batch can't be told from its start draws random numbers of this process.
         self._draws = False
         self._before_batch: dict[str, Any] | None = None
         # Random states before the validation that is running.
@@ -77,8 +79,8 @@ class FitWatch:
         if fetcher.length is None:
             self._before_fetch = {"loaders": fit_loop._combined_loader._state_dicts(), "random": random}
         # Its first batch of an epoch is another matter.
-        generator = bool(loader_position.generators_of(fetcher)) and fetcher.fetched > 0
-        self._before_batch = random if generator and not self._draws else None
+        opaque = fetcher.length is None or bool(loader_position.generators_of(fetcher))
+        self._before_batch = random if opaque and fetcher.fetched > 0 and not self._draws else None
         before_fetch()
 
     def _fetched(self, after_fetch: Callable[[], None]) -> None:
@@ -89,11 +91,19 @@ class FitWatch:
     def _batch_ends(self, on_advance_end: Callable[[Any], None], data_fetcher: Any) -> None:
         if self._trainer.enable_validation:
             self._before_validation = random_states.collected(self._device)
+        loop = self._trainer.fit_loop.epoch_loop
+        stepped = not loop._should_accumulate()
+        validations = loop.val_loop.batch_progress.total.completed
         self._batch_is_trained = True
         try:
+            if stepped:
+                self._step_ended()
             on_advance_end(data_fetcher)
         finally:
             self._batch_is_trained = False
+        # A validation may be long.
+        if loop.val_loop.batch_progress.total.completed > validations and stepped:
+            self._step_ended()
 
     def amended(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """A checkpoint with what a resume needs.
@@ -147,9 +157,10 @@ class FitWatch:
             state = {**state, "random": None, "random_before_fetch": None}
         if state["loader_draws"]:
             rank_zero_warn(
-                "The training loader's __iter__ is a generator, and its data set draws random numbers in this process "
-                "(num_workers=0). What the resumed run's first batch draws isn't what the uninterrupted run drew. Use "
-                "torchdata's StatefulDataLoader, or draw from a generator seeded by epoch and sample."
+                "The training loader has no length or its __iter__ is a generator, and its data set draws random "
+                "numbers in this process (num_workers=0). What the resumed run's first batch draws isn't what the "
+                "uninterrupted run drew. Use torchdata's StatefulDataLoader, or draw from a generator seeded by epoch "
+                "and sample."
             )
         if state["seed"] != os.environ.get(_SEED):
             rank_zero_warn(
@@ -177,12 +188,18 @@ class _FirstPass:
         self._state = state
         self._place = Place(state["place"])
         self._replaced = replaced
+        # What ends with the epoch that goes on.
+        self._loader_begins_anew: Callable[[], None] | None = None
+        # Random states when a new epoch's iterators have been made.
+        self._after_iterators: dict[str, Any] | None = None
+        self._hooks_drew = False
         once = self._once
         once(self._fit_loop, "_load_combined_loader_states", self._load_loaders)
         once(self._fit_loop, "reset", self._reset)
         once(self._epoch_loop, "reset", self._reset_epoch)
         if self._place in fit_position.WITHIN_EPOCH:
             once(self._epoch_loop, "advance", self._advance)
+            once(self._fit_loop, "on_advance_end", self._end_epoch)
         else:
             once(self._fit_loop, "on_advance_start", self._start_epoch)
             once(self._epoch_loop, "on_run_start", self._run_epoch)
@@ -207,14 +224,15 @@ class _FirstPass:
         within = self._place in fit_position.WITHIN_EPOCH
         batch = self._epoch_loop.batch_progress.current
         through = batch.completed if self._place is Place.ELSEWHERE else batch.processed
-        loader_position.go_on(
+        self._loader_begins_anew = loader_position.go_on(
             self._fit_loop._combined_loader,
             epoch=self._fit_loop.epoch_progress.current.processed,
             batch=through if within else 0,
         )
-        self._restore_random("random_before_fetch")
+        self._restore_random("random_before_fetch" if within else "random")
 
     def _reset(self, reset: Callable[[], None]) -> None:
+        self._after_iterators = random_states.collected(self._trainer.strategy.root_device)
         batch = self._epoch_loop.batch_progress
         if self._place is Place.BATCH_TRAINED and batch.current.completed < batch.current.processed:
             # Or Lightning passes over what is left of the batch, and of the epoch after its last one.
@@ -239,11 +257,24 @@ class _FirstPass:
         epoch_means.restore_monitored(self._state["results"], self._trainer)
         self._restore_random()
         on_advance_start()
+        if self._state["random"] is None or self._after_iterators is None:
+            return
+        # Lightning has made the iterators already, before the hooks; the uninterrupted run makes them now.
+        device = self._trainer.strategy.root_device
+        self._hooks_drew = random_states.differ(self._state["random"], random_states.collected(device))
+        if not self._hooks_drew:
+            random_states.restore(self._after_iterators, device)
 
     def _run_epoch(self, on_run_start: Callable[[Any], None], data_fetcher: Any) -> None:
-        # Lightning has made the iterator already, before hooks and with other random states.
-        iter(data_fetcher)
+        # With other random numbers than theirs. A loader with a state has used it up.
+        if self._hooks_drew and not self._fit_loop._combined_loader._state_dicts():
+            iter(data_fetcher)
         on_run_start(data_fetcher)
+
+    def _end_epoch(self, on_advance_end: Callable[[], None]) -> None:
+        if self._loader_begins_anew is not None:
+            self._loader_begins_anew()
+        on_advance_end()
 
     def _advance(self, advance: Callable[[Any], None], data_fetcher: Any) -> None:
         epoch_means.restore_monitored(self._state["results"], self._trainer)

@@ -6,10 +6,10 @@ from typing import Any
 
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
 
 from lightning_zero3 import resumed_fit
 from lightning_zero3.config import Zero3Options
+from lightning_zero3.preemption import Preemption
 
 
 class ResumingStrategy(DeepSpeedStrategy):
@@ -17,6 +17,7 @@ class ResumingStrategy(DeepSpeedStrategy):
 
     options: Zero3Options
     _fit_watch: resumed_fit.FitWatch | None = None
+    _preemption: Preemption | None = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """As Lightning's, with each rank's random states and where the fit stands.
@@ -47,11 +48,21 @@ class ResumingStrategy(DeepSpeedStrategy):
         """As Lightning's; the Trainer's loops get their own methods back."""
         if self._fit_watch is not None:
             self._fit_watch.close()
+        if self._preemption is not None:
+            self._preemption.close()
         super().teardown()
 
-    def _initialize_deepspeed_train(self, model: nn.Module) -> None:
-        self._fit_watch = None
-        super()._initialize_deepspeed_train(model)
-        if not self.options.stock_semantics:
-            assert self.lightning_module is not None
-            self._fit_watch = resumed_fit.FitWatch(self.lightning_module.trainer)
+    def setup(self, trainer: Any) -> None:
+        """As Lightning's; signals are noted from now on, and acted upon between steps.
+
+        Args:
+            trainer: The Trainer.
+        """
+        self._fit_watch = self._preemption = None
+        super().setup(trainer)
+        if self.options.stock_semantics:
+            return
+        fits = trainer.state.fn == TrainerFn.FITTING
+        self._preemption = Preemption(trainer, fits=fits)
+        if fits:
+            self._fit_watch = resumed_fit.FitWatch(trainer, self._preemption.step_ended)
