@@ -46,6 +46,7 @@ class FitWatch:
         self._replaced = ExitStack()
         # Where batches are drawn ahead: loaders and random states before the last was drawn.
         self._before_fetch: dict[str, Any] | None = None
+        self._fetched_any = False
         # A resumed fit's next batch is its loader's first.
         self.begins = False
         # Whether a loader whose first batch can't be told from its start draws random numbers of this process.
@@ -71,6 +72,7 @@ class FitWatch:
         fit_loop = self._trainer.fit_loop
         fetcher = fit_loop._data_fetcher
         random = random_states.collected(self._device)
+        self._fetched_any = True
         begins, self.begins = self.begins and fetcher.fetched > 0, False
         if begins:
             # A generator makes its iterator and passes over batches by now, which the uninterrupted run did long ago.
@@ -169,7 +171,7 @@ class FitWatch:
                 "call seed_everything with the same seed before fit."
             )
         self.begins = Place(state["place"]) in fit_position.WITHIN_EPOCH
-        _FirstPass(trainer, state, self._replaced)
+        _FirstPass(trainer, state, self._replaced, lambda: self._fetched_any)
 
 
 class _FirstPass:
@@ -179,9 +181,13 @@ class _FirstPass:
         trainer: The Trainer.
         state: From a checkpoint.
         replaced: Where the loops' own methods are kept.
+        fetched: Whether a batch was asked for since.
     """
 
-    def __init__(self, trainer: Any, state: Mapping[str, Any], replaced: ExitStack) -> None:
+    def __init__(
+        self, trainer: Any, state: Mapping[str, Any], replaced: ExitStack, fetched: Callable[[], bool]
+    ) -> None:
+        self._fetched = fetched
         self._trainer = trainer
         self._fit_loop = trainer.fit_loop
         self._epoch_loop = trainer.fit_loop.epoch_loop
@@ -190,6 +196,7 @@ class _FirstPass:
         self._replaced = replaced
         # What ends with the epoch that goes on.
         self._loader_begins_anew: Callable[[], None] | None = None
+        self._loader_states: list[Any] = []
         # Random states when a new epoch's iterators have been made.
         self._after_iterators: dict[str, Any] | None = None
         self._hooks_drew = False
@@ -220,6 +227,7 @@ class _FirstPass:
             random_states.restore(self._state[which], self._trainer.strategy.root_device)
 
     def _load_loaders(self, load: Callable[[], None]) -> None:
+        self._loader_states = list(self._fit_loop._combined_loader_states_to_load)
         load()
         within = self._place in fit_position.WITHIN_EPOCH
         batch = self._epoch_loop.batch_progress.current
@@ -274,6 +282,9 @@ class _FirstPass:
     def _end_epoch(self, on_advance_end: Callable[[], None]) -> None:
         if self._loader_begins_anew is not None:
             self._loader_begins_anew()
+        if self._loader_states and self._fit_loop._data_fetcher.length is None and not self._fetched():
+            # Lightning has drawn a batch ahead, for an epoch of which none was left.
+            self._fit_loop._combined_loader._load_state_dicts(self._loader_states)
         on_advance_end()
 
     def _advance(self, advance: Callable[[Any], None], data_fetcher: Any) -> None:

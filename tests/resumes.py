@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,13 @@ from tests.fits import QUIET, assert_equal_bits, optimizer_of, tensors_of
 SAMPLES_PER_RANK = 12
 BATCH_SIZE = 3
 SEED = 5
+
+
+def world_and_rank() -> tuple[int, int]:
+    """Of the process group, or of SLURM's variables before there is one."""
+    if torch.distributed.is_initialized():
+        return torch.distributed.get_world_size(), torch.distributed.get_rank()
+    return int(os.environ["SLURM_NTASKS"]), int(os.environ["SLURM_PROCID"])
 
 
 def drawn() -> float:
@@ -183,7 +191,7 @@ def loader(kind: str) -> DataLoader:
     Args:
         kind: "plain", "augmented", "workers" or "stream".
     """
-    length = SAMPLES_PER_RANK * torch.distributed.get_world_size()
+    length = SAMPLES_PER_RANK * world_and_rank()[0]
     if kind == "stream":
         return StreamLoader(Stream(SAMPLES_PER_RANK), batch_size=BATCH_SIZE)
     data = Numbered(length, augmented=kind == "augmented")
@@ -201,6 +209,7 @@ def fitted(
     **trainer_options: Any,
 ) -> tuple[Any, Traced, SaveEverywhere]:
     """A fit of two epochs of four batches on this rank, saving everywhere if there is a folder."""
+    world, rank = world_and_rank()
     pl.seed_everything(SEED, verbose=False)
     module = Traced(scheduler)
     saving = SaveEverywhere(folder or "", module.events)
@@ -209,7 +218,7 @@ def fitted(
         **{
             **QUIET,
             "strategy": Zero3FastStrategy(**(options or {})),
-            "devices": torch.distributed.get_world_size(),
+            "devices": world,
             "max_epochs": 2,
             "logger": Events(module.events),
             "log_every_n_steps": 1,
@@ -219,10 +228,10 @@ def fitted(
         }
     )
     if ckpt_path is None:
-        torch.manual_seed(100 + torch.distributed.get_rank())  # ranks draw different numbers
+        torch.manual_seed(100 + rank)  # ranks draw different numbers
     loaders = [loader(data)]
     if validate:
-        loaders.append(DataLoader(Numbered(2 * BATCH_SIZE * torch.distributed.get_world_size()), BATCH_SIZE))
+        loaders.append(DataLoader(Numbered(2 * BATCH_SIZE * world), BATCH_SIZE))
     trainer.fit(module, *loaders, ckpt_path=ckpt_path)
     return trainer, module, saving
 

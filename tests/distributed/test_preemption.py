@@ -1,0 +1,101 @@
+"""SIGUSR1 under SLURM, and SIGTERM: all ranks save after the same step, end, and the next start goes on exactly."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.test_launchers import ROOT, environment
+
+SCRIPT = Path(__file__).with_name("preempted_script.py")
+# Two epochs of four batches on each rank, each with a validation of two after its second and fourth.
+OPTIONS = {"accumulate_grad_batches": 2, "val_check_interval": 2, "scheduler": "plateau"}
+STEPS = 4
+VALIDATIONS = 4
+
+
+def scheduler(folder: Path) -> Path:
+    """A folder with an ``scontrol`` that writes down what it is asked to do."""
+    binaries = folder / "bin"
+    binaries.mkdir(exist_ok=True)
+    command = binaries / "scontrol"
+    command.write_text(f'#!/bin/sh\necho "$@" >> {folder}/scontrol.txt\n')
+    command.chmod(0o755)
+    return binaries
+
+
+def job(folder: Path, asked: dict[str, Any]) -> tuple[list[int], list[dict[str, Any]], str]:
+    """Run the script as a job of two tasks: exit statuses, what each rank says, and all output."""
+    processes = []
+    for rank in range(2):
+        variables = environment(
+            PATH=f"{scheduler(folder)}{os.pathsep}{os.environ['PATH']}",
+            SLURM_JOB_ID="4711",
+            SLURM_JOB_NAME="train",
+            SLURM_NTASKS="2",
+            SLURM_NTASKS_PER_NODE="2",
+            SLURM_NODELIST="localhost",
+            SLURM_NODEID="0",
+            SLURM_PROCID=str(rank),
+            SLURM_LOCALID=str(rank),
+        )
+        defaults = {"folder": str(folder), "number": None, "rank": 0, "at": "train", "batch": 0, "options": OPTIONS}
+        command = [sys.executable, str(SCRIPT), json.dumps({**defaults, **asked})]
+        processes.append(
+            subprocess.Popen(
+                command, env=variables, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+        )
+    try:
+        outputs = [process.communicate(timeout=150)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    lines = [json.loads(line) for output in outputs for line in re.findall(r"RESULT (\{.*\})", output)]
+    return [process.returncode for process in processes], lines, "\n".join(outputs)
+
+
+def interrupted_and_whole(folder: Path, asked: dict[str, Any]) -> str:
+    """A job with a signal and its next start, against one without: the output of the first."""
+    (folder / "whole").mkdir()
+    (folder / "job").mkdir()
+    statuses, whole, output = job(folder / "whole", {})
+    assert statuses == [0, 0], output
+    # One small all-reduce for each step and each validation, where Lightning broadcasts before each batch.
+    assert {line["notes compared"] for line in whole} == {STEPS + VALIDATIONS}
+    statuses, first, stopped = job(folder / "job", asked)
+    assert statuses == [75, 75], stopped
+    assert (folder / "job" / "hpc_ckpt_1.ckpt" / "checkpoint").is_dir()
+    assert not list((folder / "job").glob("*unfinished*"))
+    statuses, second, output = job(folder / "job", {})
+    assert statuses == [0, 0], output
+    for rank in range(2):
+        assert 0 < len(first[rank]["events"]) < len(whole[rank]["events"])
+        assert first[rank]["events"] + second[rank]["events"] == whole[rank]["events"], rank
+    return stopped
+
+
+def test_slurms_signal_on_one_rank_within_a_step(tmp_path):
+    asked = {"number": signal.SIGUSR1, "rank": 1, "at": "train", "batch": 4}
+    stopped = interrupted_and_whole(tmp_path, asked)
+    assert "Stopped by a signal after step 3 and saved" in stopped
+    assert "job 4711 is back in the queue" in stopped
+    assert (tmp_path / "job" / "scontrol.txt").read_text() == "requeue 4711\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", ["train", "validate"])
+@pytest.mark.parametrize("rank", [0, 1, "all"])
+def test_sigterm_saves_and_does_not_requeue(tmp_path, rank, at):
+    """In a validation too, which is finished first."""
+    stopped = interrupted_and_whole(tmp_path, {"number": signal.SIGTERM, "rank": rank, "at": at, "batch": 3})
+    assert "this job's next start goes on from there" in stopped
+    assert not (tmp_path / "job" / "scontrol.txt").exists()
