@@ -274,9 +274,14 @@ class _FirstPass:
             random_states.restore(self._after_iterators, device)
 
     def _run_epoch(self, on_run_start: Callable[[Any], None], data_fetcher: Any) -> None:
-        # With other random numbers than theirs. A loader with a state has used it up.
-        if self._hooks_drew and not self._fit_loop._combined_loader._state_dicts():
-            iter(data_fetcher)
+        if self._hooks_drew and self._fit_loop._combined_loader._state_dicts():
+            rank_zero_warn(
+                "A hook of an epoch's start draws random numbers, and the training loader has a state, which its first "
+                "iterator has used up: this epoch's random numbers aren't the uninterrupted run's. Draw in "
+                "on_train_batch_start, or from a generator of your own."
+            )
+        elif self._hooks_drew:
+            iter(data_fetcher)  # with other random numbers than the first
         on_run_start(data_fetcher)
 
     def _end_epoch(self, on_advance_end: Callable[[], None]) -> None:
