@@ -1,11 +1,11 @@
 """What an epoch's logged means are made of so far, and the metrics that callbacks and schedulers look at.
 
-Lightning saves neither: after a resume within an epoch its mean is one over the rest, and a scheduler or a callback that
-monitors a metric finds none.
+Lightning saves neither: after a resume within an epoch its mean is one over the rest, and a scheduler or a callback
+that monitors a metric finds none.
 
-Upstream symbols: ``_ResultMetric``, ``_Metadata``, ``_Sync``, ``_first_loop_iter`` and ``_callback_metrics`` of Lightning's
-logger connector (2.6.6); ``Metric._defaults``, ``_update_count`` (torchmetrics 1.x). Detected by tests. Expires when
-Lightning saves its results.
+Upstream symbols: ``_ResultMetric``, ``_Metadata``, ``_Sync``, ``_first_loop_iter`` and ``_callback_metrics`` of
+Lightning's logger connector (2.6.6); ``Metric._defaults``, ``_update_count`` (torchmetrics 1.x). Detected by tests.
+Expires when Lightning saves its results.
 """
 
 from __future__ import annotations

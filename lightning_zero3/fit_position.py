@@ -1,7 +1,7 @@
 """Where in a fit a checkpoint was saved, and what of the fit's state Lightning doesn't save.
 
-Lightning's checkpoint has counters, and guesses from them where in the loop it was made. Some places look alike, and what
-was still to be done there is left out by a resume: the validation that was due after the batch, the step of a
+Lightning's checkpoint has counters, and a resume guesses from them where in the loop it was made. Some places look
+alike, and what was still to be done there is left out: the validation that was due after the batch, the step of a
 ``ReduceLROnPlateau``, the end of an epoch. Here the place is written down.
 
 Upstream symbols: the counters and ``_batches_that_stepped`` of ``_FitLoop`` and ``_TrainingEpochLoop``,
@@ -50,7 +50,7 @@ def closed_early(trainer: Any) -> bool:
     return bool(
         epoch.ready > 0
         and epoch.processed == epoch.started
-        and 0 < fit_loop.epoch_loop.batch_progress.current.ready
+        and fit_loop.epoch_loop.batch_progress.current.ready > 0
         and not fit_loop.epoch_loop._num_ready_batches_reached()
     )
 
@@ -81,8 +81,8 @@ def place_of(trainer: Any) -> Place:
 def reopened(loops: Mapping[str, Any]) -> dict[str, Any]:
     """The loops' state of a fit that closed an epoch early, as it was before: the epoch goes on where it stood.
 
-    Lightning counts such an epoch as a whole one, so that a fit with more steps would go on within the next one, at this
-    one's position.
+    Lightning counts such an epoch as a whole one, so that a fit with more steps would go on within the next one, at
+    this one's position.
 
     Args:
         loops: What Lightning saves as ``loops``.

@@ -1,9 +1,9 @@
 """A signal to stop: all ranks save after the same optimizer step, and end with a status that says "try again".
 
-Lightning's handlers save, and broadcast, from inside the handler: collectives begin in the middle of whatever each rank is
-doing, and the ranks wait for each other until they are killed. Here a handler takes a note. After each optimizer step the
-ranks tell each other the largest note, by one all-reduce of one number. It takes the place of the broadcast that Lightning
-does before each micro-batch, so there are as many collectives as before, or fewer.
+Lightning's handlers save, and broadcast, from inside the handler: collectives begin in the middle of whatever each rank
+is doing, and the ranks wait for each other until they are killed. Here a handler takes a note. After each optimizer
+step the ranks tell each other the largest note, by one all-reduce of one number. It takes the place of the broadcast
+that Lightning does before each micro-batch, so there are as many collectives as before, or fewer.
 
 Upstream symbols: ``_SignalConnector._sigterm_notifier_fn`` and ``_slurm_sigusr_handler_fn``,
 ``_TrainingEpochLoop._broadcast_sigterm_tensor`` (replaced on one Trainer), ``_CheckpointConnector.hpc_save_path``,
@@ -98,7 +98,8 @@ class Preemption:
         for logger in trainer.loggers:
             logger.save()
         path = self._save()
-        again = "this job's next start goes on from there" if self._slurm() else 'fit(ckpt_path="hpc") goes on from there'
+        whoever = "this job's next start" if self._slurm() else 'fit(ckpt_path="hpc")'
+        again = f"{whoever} goes on from there"
         if note == _REQUEUE:
             again = self._requeued()
         rank_zero_warn(f"Stopped by a signal after step {trainer.global_step} and saved {path}: {again}.")
@@ -120,7 +121,7 @@ class Preemption:
         return bool(self._trainer.checkpoint_callbacks) or self._slurm()
 
     def _save(self) -> Path:
-        """Save where Lightning looks after a requeue, by a name that it doesn't take for a checkpoint until it is one."""
+        """Save where Lightning looks after a requeue, by another name until the checkpoint is complete."""
         trainer = self._trainer
         root = trainer.default_root_dir
         path = Path(trainer.strategy.broadcast(trainer._checkpoint_connector.hpc_save_path(root)))

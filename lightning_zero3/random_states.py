@@ -1,9 +1,9 @@
-"""The random states of one rank: Python's, NumPy's, torch's, the device's and DeepSpeed's, as a checkpoint can hold them.
+"""The random states of one rank (Python's, NumPy's, torch's, the device's, DeepSpeed's) as a checkpoint can hold them.
 
 Lightning saves none. Tensors, numbers and tuples only, so that an unpickler that allows nothing else reads them.
 
-Upstream symbols: ``get_cuda_rng_tracker`` (DeepSpeed 0.19.7, 0.19.8), whose states are those of activation checkpointing
-over model-parallel ranks. Read and set by its own methods.
+Upstream symbols: ``get_cuda_rng_tracker`` (DeepSpeed 0.19.7, 0.19.8), whose states are those of activation
+checkpointing over model-parallel ranks. Read and set by its own methods.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@ What :mod:`lightning_zero3.fit_position` has written down is made up for in the 
 methods are replaced on one Trainer until they have been called once.
 
 Upstream symbols: ``_FitLoop.reset``, ``on_advance_start`` and ``_load_combined_loader_states``;
-``_TrainingEpochLoop.on_run_start``, ``advance``, ``_on_before_fetch`` and ``_skip_next_val`` (Lightning 2.6.6). Detected by
-tests that compare with uninterrupted runs. Expires when Lightning's resume is exact.
+``_TrainingEpochLoop.reset``, ``on_run_start``, ``advance``, ``on_advance_end``, ``_on_before_fetch``,
+``_on_after_fetch`` and ``_skip_next_val`` (Lightning 2.6.6). Detected by tests that compare with uninterrupted runs.
+Expires when Lightning's resume is exact.
 """
 
 from __future__ import annotations
@@ -304,6 +305,8 @@ class _FirstPass:
         self._epoch_loop.val_loop.restarting = False
         if self._place is Place.BATCH_DONE:
             self._epoch_loop._restarting = False
+            if self._epoch_loop._num_ready_batches_reached():
+                raise StopIteration  # as a loader that has no more; the epoch's end comes next
             advance(data_fetcher)
             return
         # Nothing to train on: what follows a batch comes next.

@@ -149,7 +149,7 @@ class Traced(pl.LightningModule):
 
     def on_train_epoch_start(self) -> None:
         # Where the loader has a state of its own, hooks that draw are warned of.
-        has_state = isinstance(self.trainer.train_dataloader, StreamLoader)
+        has_state = hasattr(self.trainer.train_dataloader, "load_state_dict")
         self.note("epoch starts", 0.0 if has_state else drawn())
 
     def on_train_epoch_end(self) -> None:

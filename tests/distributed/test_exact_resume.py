@@ -75,7 +75,7 @@ def test_worker_processes_begin_at_the_next_batch(ranks, tmp_path):
 
 
 def more_steps(folder: str, stops: str) -> dict[str, Any]:
-    """Stopped after three steps, saved by Lightning's callback at the epoch's "end" and after the fit, and continued."""
+    """Stopped after three steps, saved by Lightning's callback at the epoch's "end" and after fit, and continued."""
 
     class Stop(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
@@ -136,8 +136,8 @@ def told(folder: str) -> dict[str, list[str]]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             fitted(None, f"{folder}/batch 1", validate=False, max_epochs=1, **arguments)
-        said = [str(one.message) for one in caught if "This checkpoint" in str(one.message) or "resum" in str(one.message)]
-        seen[name] = said
+        messages = [str(one.message) for one in caught]
+        seen[name] = [message for message in messages if "This checkpoint" in message or "resum" in message]
 
     resumed("plain")
     own, resumes.loader = resumes.loader, lambda _: Unlike(resumes.SAMPLES_PER_RANK)
