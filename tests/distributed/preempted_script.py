@@ -8,6 +8,8 @@ Arguments: a JSON object with ``folder``, ``number`` (a signal's, or null), ``ra
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -37,7 +39,26 @@ class Signal(pl.Callback):
         self._batch(trainer, "validate")
 
 
+@contextmanager
+def counted_notes() -> Iterator[list[int]]:
+    """What this rank says when the ranks ask each other for signals."""
+    notes: list[int] = []
+    reduce = torch.distributed.all_reduce
+
+    def all_reduce(tensor: Any, *arguments: Any, **named: Any) -> Any:
+        if torch.distributed.ReduceOp.MAX in (*arguments, named.get("op")) and tensor.dtype == torch.int64:
+            notes.append(int(tensor))
+        return reduce(tensor, *arguments, **named)
+
+    torch.distributed.all_reduce = all_reduce
+    try:
+        yield notes
+    finally:
+        torch.distributed.all_reduce = reduce
+
+
 def main(asked: dict[str, Any]) -> None:
+    """Fit as asked."""
     events: list[Any] = []
     note = Traced.note
 
@@ -46,21 +67,11 @@ def main(asked: dict[str, Any]) -> None:
         events.append(self.events[-1])
 
     Traced.note = noted  # type: ignore[method-assign]
-    calls = 0
-    reduce = torch.distributed.all_reduce
-
-    def counted(tensor: Any, *arguments: Any, **named: Any) -> Any:
-        nonlocal calls
-        calls += torch.distributed.ReduceOp.MAX in (*arguments, named.get("op")) and tensor.dtype == torch.int64
-        return reduce(tensor, *arguments, **named)
-
-    torch.distributed.all_reduce = counted
     try:
         signal = Signal(asked["number"], asked["rank"], asked["at"], asked["batch"])
         fitted(None, None, default_root_dir=asked["folder"], callbacks=lambda: [signal], **asked["options"])
     finally:
-        line = {"rank": int(os.environ["SLURM_PROCID"]), "notes compared": calls, "events": events}
-        sys.stdout.write(f"\nRESULT {json.dumps(line)}\n")
+        sys.stdout.write(f"\nRESULT {json.dumps({'rank': int(os.environ['SLURM_PROCID']), 'events': events})}\n")
         sys.stdout.flush()
 
 

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.preempted_script import Signal, counted_notes
 from tests.distributed.test_launchers import ROOT, environment
+from tests.resumes import fitted
 
 SCRIPT = Path(__file__).with_name("preempted_script.py")
 # Two epochs of four batches on each rank, each with a validation of two after its second and fourth.
@@ -63,19 +65,23 @@ def job(folder: Path, asked: dict[str, Any]) -> tuple[list[int], list[dict[str, 
     return [process.returncode for process in processes], lines, "\n".join(outputs)
 
 
-def interrupted_and_whole(folder: Path, asked: dict[str, Any]) -> str:
-    """A job with a signal and its next start, against one without: the output of the first."""
-    (folder / "whole").mkdir()
-    (folder / "job").mkdir()
-    statuses, whole, output = job(folder / "whole", {})
-    assert statuses == [0, 0], output
+def whole_run() -> dict[str, Any]:
+    """The same without a scheduler and a signal, on a rank of the tests."""
+    with counted_notes() as notes:
+        _, module, _ = fitted(None, None, **OPTIONS)
+    return {"notes": len(notes), "events": [event for event in module.events if event[0] != "log"]}
+
+
+def interrupted_and_whole(ranks: Any, folder: Path, asked: dict[str, Any]) -> str:
+    """A job with a signal and its next start, against a run without: the output of the first."""
+    whole = ranks(2).run(whole_run)
     # One small all-reduce for each step and each validation, where Lightning broadcasts before each batch.
-    assert {line["notes compared"] for line in whole} == {STEPS + VALIDATIONS}
-    statuses, first, stopped = job(folder / "job", asked)
+    assert {line["notes"] for line in whole} == {STEPS + VALIDATIONS}
+    statuses, first, stopped = job(folder, asked)
     assert statuses == [75, 75], stopped
-    assert (folder / "job" / "hpc_ckpt_1.ckpt" / "checkpoint").is_dir()
-    assert not list((folder / "job").glob("*unfinished*"))
-    statuses, second, output = job(folder / "job", {})
+    assert (folder / "hpc_ckpt_1.ckpt" / "checkpoint").is_dir()
+    assert not list(folder.glob("*unfinished*"))
+    statuses, second, output = job(folder, {})
     assert statuses == [0, 0], output
     for rank in range(2):
         assert 0 < len(first[rank]["events"]) < len(whole[rank]["events"])
@@ -83,19 +89,44 @@ def interrupted_and_whole(folder: Path, asked: dict[str, Any]) -> str:
     return stopped
 
 
-def test_slurms_signal_on_one_rank_within_a_step(tmp_path):
+def test_slurms_signal_on_one_rank_within_a_step(ranks, tmp_path):
     asked = {"number": signal.SIGUSR1, "rank": 1, "at": "train", "batch": 4}
-    stopped = interrupted_and_whole(tmp_path, asked)
+    stopped = interrupted_and_whole(ranks, tmp_path, asked)
     assert "Stopped by a signal after step 3 and saved" in stopped
     assert "job 4711 is back in the queue" in stopped
-    assert (tmp_path / "job" / "scontrol.txt").read_text() == "requeue 4711\n"
+    assert (tmp_path / "scontrol.txt").read_text() == "requeue 4711\n"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("at", ["train", "validate"])
 @pytest.mark.parametrize("rank", [0, 1, "all"])
-def test_sigterm_saves_and_does_not_requeue(tmp_path, rank, at):
+def test_sigterm_saves_and_does_not_requeue(ranks, tmp_path, rank, at):
     """In a validation too, which is finished first."""
-    stopped = interrupted_and_whole(tmp_path, {"number": signal.SIGTERM, "rank": rank, "at": at, "batch": 3})
+    stopped = interrupted_and_whole(ranks, tmp_path, {"number": signal.SIGTERM, "rank": rank, "at": at, "batch": 3})
     assert "this job's next start goes on from there" in stopped
-    assert not (tmp_path / "job" / "scontrol.txt").exists()
+    assert not (tmp_path / "scontrol.txt").exists()
+
+
+def stopped_elsewhere(folder: str, checkpoints: bool) -> dict[str, Any]:
+    """SIGTERM without SLURM."""
+    callbacks = [Signal(signal.SIGTERM, 0, "train", 2)]
+    before = signal.getsignal(signal.SIGTERM)
+    options = {"default_root_dir": folder, "callbacks": lambda: callbacks, "enable_checkpointing": checkpoints}
+    with pytest.raises(SystemExit) as stopped:
+        fitted(None, None, validate=False, **options)
+    assert signal.getsignal(signal.SIGTERM) == before
+    seen = {"status": stopped.value.code, "saved": sorted(path.name for path in Path(folder).glob("hpc*"))}
+    if checkpoints:
+        again, _, _ = fitted(None, "hpc", validate=False, default_root_dir=folder)
+        seen["steps"] = again.global_step
+    return seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_sigterm_elsewhere_saves_where_checkpoints_are_on(ranks, tmp_path, world_size):
+    (tmp_path / "on").mkdir()
+    (tmp_path / "off").mkdir()
+    seen = ranks(world_size).run(stopped_elsewhere, str(tmp_path / "on"), True)[0]
+    assert seen == {"status": 75, "saved": ["hpc_ckpt_1.ckpt"], "steps": 8}
+    assert ranks(world_size).run(stopped_elsewhere, str(tmp_path / "off"), False)[0] == {"status": 143, "saved": []}
