@@ -92,12 +92,13 @@ def restore_epoch(state: Mapping[str, Any], trainer: Any) -> None:
             _should=saved["sync_dist"], fn=trainer.strategy.reduce, rank_zero_only=saved["rank_zero_only"]
         )
         metric = _ResultMetric(meta, saved["is_tensor"])
-        if not saved["is_tensor"] and meta.metric_attribute not in modules:
+        attribute = modules.get(meta.metric_attribute or "")
+        if not saved["is_tensor"] and attribute is None:
             continue
         for name, value in _on(trainer, saved["sums"]).items():
             setattr(metric, name, value)
         if not saved["is_tensor"]:
-            metric.value = modules[meta.metric_attribute]
+            metric.value = attribute
         metric._update_count = 1
         results[key] = metric.to(trainer.strategy.root_device)
     # The next batch isn't an epoch's first, which would set all to nothing.
