@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -194,14 +193,11 @@ def loader(kind: str) -> DataLoader:
     """A training loader.
 
     Args:
-        kind: "plain", "augmented", "workers" or "stream".
+        kind: "plain", "augmented", "stream", or "workers" (in a process of its own: a test's ranks start none).
     """
     length = SAMPLES_PER_RANK * world_and_rank()[0]
     if kind == "stream":
         return StreamLoader(Stream(SAMPLES_PER_RANK), batch_size=BATCH_SIZE)
-    if kind == "workers":
-        # A rank of the tests is a daemon, which may start no processes.
-        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     data = Numbered(length, augmented=kind == "augmented")
     return DataLoader(data, BATCH_SIZE, shuffle=True, num_workers=2 if kind == "workers" else 0)
 

@@ -64,13 +64,6 @@ def test_a_resume_anywhere_does_what_the_uninterrupted_run_did(ranks, tmp_path, 
     assert min(ranks(world_size).run(everywhere, str(tmp_path), arguments, None)) >= 10
 
 
-@pytest.mark.slow
-def test_worker_processes_begin_at_the_next_batch(ranks, tmp_path):
-    """On one rank: a test's ranks have threads that a fork may hang on."""
-    arguments = {"data": "workers", "accumulate_grad_batches": 3}
-    assert ranks(1).run(everywhere, str(tmp_path), arguments, None)[0] >= 10
-
-
 # A fit that ends within an epoch.
 
 

@@ -34,16 +34,16 @@ def scheduler(folder: Path) -> Path:
     return binaries
 
 
-def job(folder: Path, asked: dict[str, Any]) -> tuple[list[int], list[dict[str, Any]], str]:
-    """Run the script as a job of two tasks: exit statuses, what each rank says, and all output."""
+def job(folder: Path, asked: dict[str, Any], tasks: int = 2) -> tuple[list[int], list[dict[str, Any]], str]:
+    """Run the script as a job: exit statuses, what each rank says, and all output."""
     processes = []
-    for rank in range(2):
+    for rank in range(tasks):
         variables = environment(
             PATH=f"{scheduler(folder)}{os.pathsep}{os.environ['PATH']}",
             SLURM_JOB_ID="4711",
             SLURM_JOB_NAME="train",
-            SLURM_NTASKS="2",
-            SLURM_NTASKS_PER_NODE="2",
+            SLURM_NTASKS=str(tasks),
+            SLURM_NTASKS_PER_NODE=str(tasks),
             SLURM_NODELIST="localhost",
             SLURM_NODEID="0",
             SLURM_PROCID=str(rank),
@@ -105,6 +105,22 @@ def test_sigterm_saves_and_does_not_requeue(ranks, tmp_path, rank, at):
     stopped = interrupted_and_whole(ranks, tmp_path, {"number": signal.SIGTERM, "rank": rank, "at": at, "batch": 3})
     assert "this job's next start goes on from there" in stopped
     assert not (tmp_path / "scontrol.txt").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [1, 6])
+def test_worker_processes_begin_at_the_next_batch(tmp_path, batch):
+    """In the first epoch, and in the second, whose order Lightning's workers would miss."""
+    options = {"data": "workers", "validate": False}
+    (tmp_path / "whole").mkdir()
+    statuses, (whole,), output = job(tmp_path / "whole", {"options": options}, tasks=1)
+    assert statuses == [0], output
+    asked = {"number": signal.SIGTERM, "batch": batch, "options": options}
+    statuses, (first,), output = job(tmp_path, asked, tasks=1)
+    assert statuses == [75], output
+    statuses, (second,), output = job(tmp_path, {"options": options}, tasks=1)
+    assert statuses == [0], output
+    assert first["events"] + second["events"] == whole["events"]
 
 
 def stopped_elsewhere(folder: str, checkpoints: bool) -> dict[str, Any]:
