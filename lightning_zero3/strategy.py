@@ -22,6 +22,7 @@ from lightning_zero3.lightning_packages import package_of
 from lightning_zero3.moe import expert_parallel, parallel_layers
 from lightning_zero3.moe.build import meta_tensors, refuse_meta_tensors
 from lightning_zero3.moe.peer_batches import PeerBatchesStrategy
+from lightning_zero3.resuming import ResumingStrategy
 from lightning_zero3.saving import SavingStrategy
 from lightning_zero3.stepping import SteppingStrategy
 from lightning_zero3.strategy_options import OptionsOfAStrategy
@@ -32,7 +33,13 @@ _VERSION = "pytorch-lightning_version"
 
 
 class TrainerStrategy(
-    EngineSetup, OptionsOfAStrategy, PeerBatchesStrategy, SteppingStrategy, SavingStrategy, EvaluatingStrategy
+    EngineSetup,
+    OptionsOfAStrategy,
+    PeerBatchesStrategy,
+    ResumingStrategy,
+    SteppingStrategy,
+    SavingStrategy,
+    EvaluatingStrategy,
 ):
     """Mixin over the ``DeepSpeedStrategy`` of either of Lightning's packages that have a Trainer."""
 
