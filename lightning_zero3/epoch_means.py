@@ -40,8 +40,6 @@ def saved_state(trainer: Any) -> dict[str, Any]:
         trainer: A Trainer in fit.
     """
     results = trainer.fit_loop.epoch_loop._results
-    # Of either of Lightning's packages.
-    kinds = sys.modules[type(results).__module__]
     logged = {
         key: {
             "logged_as": {name: getattr(metric.meta, name) for name in _LOGGED_AS},
@@ -88,6 +86,8 @@ def restore_epoch(state: Mapping[str, Any], trainer: Any) -> None:
                 setattr(modules[path], name, value)
             modules[path]._update_count, modules[path]._computed = saved["count"], None
     results = trainer.fit_loop.epoch_loop._results
+    # Of either of Lightning's packages.
+    kinds = sys.modules[type(results).__module__]
     for key, saved in state["logged"].items():
         meta = kinds._Metadata(**saved["logged_as"], reduce_fx=saved["reduce_fx"])
         meta.sync = kinds._Sync(
