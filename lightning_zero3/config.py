@@ -27,6 +27,7 @@ _SWITCHES = (
     "skip_redundant_release",
     "verify_parallel",
     "stock_semantics",
+    "trust_checkpoint",
 )
 
 
@@ -61,6 +62,8 @@ class Zero3Options:
             plain Transformers, and raise where they differ. Needs ``expert_parallel_size`` or ``tensor_parallel_size``.
         stock_semantics: Give exactly ``deepspeed_stage_3``'s numbers, its known faults included: none of the
             corrections that docs/corrections.md lists is applied.
+        trust_checkpoint: Read checkpoints without a restriction, as DeepSpeed does. Whatever code is in them is run:
+            only for files whose every writer you trust.
 
     Raises:
         TypeError: A switch is no bool, a size or a budget no int, a speed no number, or a preset no string.
@@ -87,6 +90,7 @@ class Zero3Options:
     tensor_parallel_size: int | None = None
     verify_parallel: bool = False
     stock_semantics: bool = False
+    trust_checkpoint: bool = False
 
     def __post_init__(self) -> None:
         """Check every field's type and range."""

@@ -16,9 +16,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from lightning_zero3 import ds_config, engine_end
+from lightning_zero3.checkpoints import loading
+from lightning_zero3.checkpoints.sharded_weights import client_state
 from lightning_zero3.config import SetupError, Zero3Options
 from lightning_zero3.moe import expert_parallel, parallel_layers, tensor_parallel
 from lightning_zero3.moe.generation import ranks_in_step
+from lightning_zero3.topology import Topology
 
 _SECTIONS = ("expert_parallel", "tensor_parallel")
 
@@ -98,6 +101,15 @@ class EvaluatingStrategy(DeepSpeedStrategy):
         self.model = build_inference_engine(
             model, config=config, local_rank=self._device_index, target=experts, split=split
         )
+        self._guard_loading(self.model)
+
+    def _guard_loading(self, engine: Any) -> None:
+        loading.guard(engine, self._layout, trust=self.options.trust_checkpoint)
+
+    @property
+    def _layout(self) -> Topology:
+        assert isinstance(self.config, dict)
+        return parallel_layers.topology_of(self.config, self.world_size)
 
     @property
     def _device_index(self) -> int:
@@ -105,34 +117,46 @@ class EvaluatingStrategy(DeepSpeedStrategy):
         return self.local_rank if self.root_device.index is None else self.root_device.index
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """As Lightning's in fit; for an evaluation, weights alone, from a sharded checkpoint too.
+        """As Lightning's, with everything looked at first; for an evaluation weights alone, sharded ones too.
 
         Args:
-            checkpoint_path: A folder, or a file with ``load_full_weights=True``.
-            weights_only: As Lightning's.
+            checkpoint_path: A folder, or a tag's own folder in one; a file with ``load_full_weights=True``.
+            weights_only: Of fit, validate, test and predict: False reads the checkpoint without a restriction, True
+                with it, None as ``trust_checkpoint`` says.
 
         Raises:
-            UnfitCheckpointError: The checkpoint's weights don't belong to this module or this layout of ranks.
+            DamagedCheckpointError: A file isn't what was saved.
+            UntrustedCheckpointError: A file holds something that would have to be run to be read.
+            UnfitCheckpointError: The checkpoint isn't of this module or this layout of ranks, or there is none.
             SetupError: It is a Universal Checkpoint.
         """
-        from lightning.pytorch.strategies.deepspeed import _validate_checkpoint_directory  # type: ignore[attr-defined]
-
-        from lightning_zero3.checkpoints.sharded_weights import load_sharded
-
         module = self.lightning_module
         assert module is not None
         assert isinstance(self.config, dict)
+        trust = self.options.trust_checkpoint if weights_only is None else not weights_only
+        if self.load_full_weights:
+            path, load = self.broadcast(checkpoint_path), super(DeepSpeedStrategy, self).load_checkpoint
+            return loading.read_single_file(path, lambda only: load(path, only), trust=trust)
         fitting = module.trainer.state.fn == TrainerFn.FITTING
-        if fitting or self.load_full_weights or self.options.stock_semantics:
-            return super().load_checkpoint(checkpoint_path, weights_only)
-        if self.config.get("checkpoint", {}).get("load_universal"):
+        if not fitting and self.config.get("checkpoint", {}).get("load_universal"):
             raise SetupError(
                 "checkpoint.load_universal is set in the DeepSpeed config: a Universal Checkpoint is loaded by fit "
                 "only. Leave it out and evaluate the sharded checkpoint that it was made of, or validate inside fit."
             )
-        _validate_checkpoint_directory(checkpoint_path)
-        layout = parallel_layers.topology_of(self.config, self.world_size)
-        return load_sharded(module, checkpoint_path, layout, self.global_rank, strict=module.strict_loading)
+        if fitting:
+            _, state = loading.load(
+                self.model,
+                checkpoint_path,
+                load_lr_scheduler_states=False,
+                load_module_strict=module.strict_loading,
+                layout=self._layout,
+                trust=trust,
+            )
+            return state
+        place = loading.find_together(checkpoint_path)
+        strict = module.strict_loading
+        model = loading.read_weights(module, place, self._layout, self.global_rank, strict=strict, trust=trust)
+        return client_state(model)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """As Lightning's.

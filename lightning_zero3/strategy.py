@@ -92,6 +92,9 @@ class Zero3FastStrategy(PeerBatchesStrategy, SteppingStrategy, EvaluatingStrateg
             states stay as they are. Needs ``expert_parallel_size`` or ``tensor_parallel_size``.
         stock_semantics: Give exactly ``deepspeed_stage_3``'s numbers, its known faults included: none of the
             corrections that docs/corrections.md lists is applied.
+        trust_checkpoint: Read checkpoints without a restriction, as DeepSpeed does. Whatever code is in them is run:
+            only for files whose every writer you trust. Without it, a checkpoint that holds anything but tensors, plain
+            values and a short list of known classes is refused (docs/checkpoints.md).
         **deepspeed_arguments: Any other argument of ``lightning.pytorch.strategies.DeepSpeedStrategy`` but ``stage``
             and ``zero_optimization``. One that is at Lightning's default counts as not given.
 
@@ -120,6 +123,7 @@ class Zero3FastStrategy(PeerBatchesStrategy, SteppingStrategy, EvaluatingStrateg
         tensor_parallel_size: int | None = None,
         verify_parallel: bool = False,
         stock_semantics: bool = False,
+        trust_checkpoint: bool = False,
         **deepspeed_arguments: Any,
     ) -> None:
         self.options = Zero3Options(
@@ -136,6 +140,7 @@ class Zero3FastStrategy(PeerBatchesStrategy, SteppingStrategy, EvaluatingStrateg
             tensor_parallel_size=tensor_parallel_size,
             verify_parallel=verify_parallel,
             stock_semantics=stock_semantics,
+            trust_checkpoint=trust_checkpoint,
         )
         _refuse_fixed_arguments(deepspeed_arguments)
         _refuse_unknown_arguments(deepspeed_arguments)
@@ -322,6 +327,7 @@ class Zero3FastStrategy(PeerBatchesStrategy, SteppingStrategy, EvaluatingStrateg
             leaf_modules=not self.options.stock_semantics,
         )
         group_timeouts.set_for_new(self._groups_before_fit, self._timeout)
+        self._guard_loading(built[0])
         return built
 
     def _init_optimizers(self) -> tuple[Optimizer, Any]:

@@ -167,9 +167,7 @@ def _compare(path: Path, wanted: Written, checksums: bool) -> None:
 
 def _files_in(folder: Path, tag: str) -> set[str]:
     return {
-        Path(where, name).relative_to(folder).as_posix()
-        for where, _, names in os.walk(folder / tag)
-        for name in names
+        Path(where, name).relative_to(folder).as_posix() for where, _, names in os.walk(folder / tag) for name in names
     }
 
 
