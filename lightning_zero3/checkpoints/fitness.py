@@ -104,9 +104,9 @@ def _require_same_parameters(here: Any, shard: Shard) -> None:
             raise UnfitCheckpointError(f"{name} is {shapes[name]} in {shard.model_file}, and {shape} here.")
     if [list(group) for group in saved] != [list(group) for group in here]:
         raise UnfitCheckpointError(
-            f"{shard.model_file} holds the same parameters in another order or in other sub-groups, and DeepSpeed would "
-            "give one the values of another. Resume with the optimizer, its parameter groups and the sub_group_size of "
-            "the run that has saved it."
+            f"{shard.model_file} holds the same parameters in another order or in other sub-groups, and DeepSpeed "
+            "would give one the values of another. Resume with the optimizer, its parameter groups and the "
+            "sub_group_size of the run that has saved it."
         )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,7 @@ def load(
     *,
     layout: Topology,
     trust: bool,
+    needs: Sequence[str] = (),
 ) -> tuple[str, dict[str, Any]]:
     """As ``DeepSpeedEngine.load_checkpoint``, or not at all.
 
@@ -74,6 +75,7 @@ def load(
         custom_load_fn: As DeepSpeed's; with optimizer states only.
         layout: The run's layout.
         trust: Whether what is in files may be run.
+        needs: Entries beside DeepSpeed's own that there must be.
 
     Returns:
         The model file's path, and what isn't DeepSpeed's own in it.
@@ -91,7 +93,7 @@ def load(
     if engine.load_universal_checkpoint():
         place = _look_at_universal(load_dir, tag, layout, trust)
     elif whole:
-        place, left_out = _look_at_own(engine, load_dir, tag, trust, load_module_strict)
+        place, left_out = _look_at_own(engine, load_dir, tag, trust, load_module_strict, needs)
         load_module_strict = load_module_strict and not left_out
     else:
         if custom_load_fn is not None:
@@ -164,7 +166,6 @@ def read_weights(
         DamagedCheckpointError: A file isn't what was saved.
         UntrustedCheckpointError: A file holds something that would have to be run to be read.
         UnfitCheckpointError: The weights don't belong to this module or this layout.
-        RuntimeError: With ``strict``: names that only one of both has.
     """
     weights: list[ShardedWeights] = []
 
@@ -205,7 +206,9 @@ def _load_weights(
     return str(place.shards), left
 
 
-def _look_at_own(engine: Any, load_dir: Any, tag: Any, trust: bool, strict: bool) -> tuple[Place, list[str]]:
+def _look_at_own(
+    engine: Any, load_dir: Any, tag: Any, trust: bool, strict: bool, needs: Sequence[str]
+) -> tuple[Place, list[str]]:
     """Look at the files that DeepSpeed will read on this rank; which frozen parameters aren't there."""
     place = find_together(load_dir, tag)
     left_out: list[str] = []
@@ -217,6 +220,11 @@ def _look_at_own(engine: Any, load_dir: Any, tag: Any, trust: bool, strict: bool
         verified = _verify(place, files, more)
         shard = shards.open_shard(*files, trust=trust)
         fitness.require_fit(engine, shard)
+        if lacking := [name for name in needs if name not in shard.model]:
+            raise UnfitCheckpointError(
+                f"{shard.model_file} has no {' and no '.join(lacking)}: it was saved by engine.save_checkpoint and not "
+                "by the Trainer, which can't go on from it. Take it into the running engine by engine.load_checkpoint."
+            )
         left_out.extend(fitness.frozen_left_out(engine.module, shard.model))
         if strict:
             fitness.require_same_names(engine.module, shard, left_out)
@@ -277,8 +285,9 @@ def _judge(place: Place, answers: list[tuple[bool, list[Any]]]) -> None:
 
 
 def _refuse_formats_of_their_own(engine: Any, trust: bool) -> None:
-    name = type(getattr(engine, "checkpoint_engine", None)).__name__
-    if name not in _TORCH_FORMAT and not trust:
+    theirs = getattr(engine, "checkpoint_engine", None)  # an engine without an optimizer may have none
+    name = type(theirs).__name__
+    if theirs is not None and name not in _TORCH_FORMAT and not trust:
         raise SetupError(
             f"{name} writes a format of its own, which can't be looked at before it is loaded. Pass "
             "trust_checkpoint=True to load it all the same."

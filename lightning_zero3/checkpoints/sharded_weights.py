@@ -45,15 +45,14 @@ def load_sharded(module: nn.Module, files: ShardFiles, *, strict: bool, trust: b
     Raises:
         DamagedCheckpointError: Files are missing or can't be read.
         UntrustedCheckpointError: They hold something that would have to be run to be read.
-        UnfitCheckpointError: Their tensors don't fit the module.
-        RuntimeError: With ``strict``: names that only one of both has.
+        UnfitCheckpointError: Their tensors don't fit the module, or, with ``strict``, their names.
     """
     files.open(trust)
     place = files.place
     named: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
     shared = files.own.get("shared_params") or {}
     sources = files.sources(named)
-    _check_names(module, named, sources, shared, files.own, strict)
+    _check_names(module, named, sources, shared, files, strict)
     partitions = [(name, parameter, sources[name]) for name, parameter in named.items() if name in sources]
     for name, parameter, source in partitions:
         if tuple(source.shape) != tuple(parameter.ds_shape):
@@ -168,6 +167,7 @@ class ShardFiles:
         self._read = [own] if self._saved == self._here else saved
         mine = self._read if len(self._read) == 1 and self._saved == self._here else saved[own :: self._here]
         self.to_verify = [(self._path(each, MODEL), self._path(each, OPTIMIZER)) for each in mine]
+        self.model_file = self._path(self._read[0], MODEL)
         self.own: dict[str, Any] = {}
 
     def open(self, trust: bool) -> None:
@@ -177,7 +177,7 @@ class ShardFiles:
             trust: Whether anything in it may be run.
         """
         self._trust = trust
-        path = self._path(self._read[0], MODEL)
+        path = self.model_file
         self.own = self._load(path)
         if self.own["dp_world_size"] != self._saved:
             raise DamagedCheckpointError(
@@ -269,9 +269,10 @@ def _check_names(
     named: dict[str, Any],
     sources: dict[str, _Source],
     shared: Any,
-    own: dict[str, Any],
+    files: ShardFiles,
     strict: bool,
 ) -> None:
+    own = files.own
     found = {id(named[name]) for name in sources if name in named}
     missing = [name for name, parameter in named.items() if id(parameter) not in found]
     if not own.get("frozen_param_shapes"):
@@ -290,8 +291,8 @@ def _check_names(
             for what, names in (("missing in the checkpoint", missing), ("unknown to the module", unexpected))
             if names
         ]
-        raise RuntimeError(
-            f"The checkpoint's weights aren't those of {type(module).__name__}: {'; '.join(parts)}. "
+        raise UnfitCheckpointError(
+            f"The weights of {files.model_file} aren't those of {type(module).__name__}: {'; '.join(parts)}. "
             "With `strict_loading = False` on the LightningModule what both have is loaded."
         )
 

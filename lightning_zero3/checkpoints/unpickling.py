@@ -23,6 +23,7 @@ from lightning_zero3.checkpoints.manifest import DamagedCheckpointError
 
 _CHUNK = 1 << 20
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
+_CLASS = re.compile(r"<class '([\w.]+)'>")
 # Modules that torch's unpickler never takes anything from, whatever is allowed.
 _NEVER = ("sys", "os", "posix", "nt")
 
@@ -40,7 +41,6 @@ def allowed() -> list[Any]:
     from deepspeed.runtime.fp16 import loss_scaler
     from deepspeed.runtime.zero import config, offload_config
     from deepspeed.utils.tensor_fragment import fragment_address
-    from lightning.fabric.utilities.data import AttributeDict
 
     # The loss scaler, the stage, and devices that a config dict names by an enumeration; a Universal Checkpoint's
     # addresses.
@@ -53,7 +53,7 @@ def allowed() -> list[Any]:
     ]
     # Hyperparameters are paths and namespaces as often as numbers. From Python 3.13 on, paths have another home.
     paths = [pathlib.PosixPath, pathlib.PurePosixPath]
-    hyperparameters = [AttributeDict, argparse.Namespace, *((each, f"pathlib.{each.__name__}") for each in paths)]
+    hyperparameters = [argparse.Namespace, *((each, f"pathlib.{each.__name__}") for each in paths)]
     # Random states and metrics: arrays, numbers and their types. NumPy 1 has them under another name.
     multiarray = getattr(np, "_core", None) or np.core
     functions = [multiarray.multiarray._reconstruct, multiarray.multiarray.scalar]
@@ -95,40 +95,43 @@ def restricted(path: Path | str, trust: bool, load: Callable[[bool], Any]) -> An
         DamagedCheckpointError: It can't be read.
     """
     try:
-        with torch.serialization.safe_globals(allowed()):
+        # On leaving, torch forgets whatever it was given here, the user's own included if it was given again.
+        known = torch.serialization.get_safe_globals()
+        with torch.serialization.safe_globals([each for each in allowed() if each not in known]):
             return load(not trust)
     except FileNotFoundError:
         raise
     except MemoryError:
         raise
     except UnpicklingError as error:
-        found = _GLOBAL.search(str(error))
-        if trust or found is None:
+        if trust:
             raise DamagedCheckpointError(f"{path} can't be read: {_what(error)}.") from error
-        raise UntrustedCheckpointError(_untrusted(path, found[1])) from None
+        raise UntrustedCheckpointError(_untrusted(path, str(error))) from None
     except Exception as error:
         # A damaged file can end in anything: what a pickle calls for, zip's own errors, torch's.
         raise DamagedCheckpointError(f"{path} can't be read: {_what(error)}.") from error
 
 
-def _untrusted(path: Path | str, name: str) -> str:
-    allow = (
-        ""
-        if name.split(".")[0] in _NEVER
-        else f"Or allow that one: import it, and call torch.serialization.add_safe_globals([{name}]) before. "
-    )
+def _untrusted(path: Path | str, text: str) -> str:
+    by_name, of_class = _GLOBAL.search(text), _CLASS.findall(text)
+    remedy = ""
+    if by_name is not None and by_name[1].split(".")[0] not in _NEVER:
+        remedy = f"Or allow that one: import it, and call torch.serialization.add_safe_globals([{by_name[1]}]) before. "
+    name = by_name[1] if by_name is not None else of_class[-1] if of_class else f"something else ({_short(text)})"
     return (
         f"{path} holds {name}, which isn't on the list of what may be in a checkpoint: reading it could run any code. "
-        f"{allow}If you trust where the file comes from, pass trust_checkpoint=True to the strategy, or "
-        "weights_only=False to fit, validate, test or predict. Nothing has been loaded."
+        f"Nothing has been loaded. If you trust where the file comes from, pass trust_checkpoint=True to the strategy, "
+        f"or weights_only=False to fit, validate, test or predict. {remedy}".rstrip()
     )
 
 
 def _what(error: BaseException) -> str:
-    text = str(error).strip()
-    # torch's own text is a page long, and begins with what all of them have in common.
-    text = text.split("WeightsUnpickler error: ")[-1].strip().split("\n")[0].rstrip(".")
-    return f"{type(error).__name__}: {text}"[:300]
+    return f"{type(error).__name__}: {_short(str(error))}"
+
+
+def _short(text: str) -> str:
+    """torch's own text is a page long, and begins with what all of them have in common."""
+    return text.split("WeightsUnpickler error: ")[-1].strip().split("\n")[0].rstrip(".")[:300]
 
 
 def check_sums(path: Path, *, own_name: bool = False) -> bool:
