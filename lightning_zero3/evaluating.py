@@ -26,7 +26,7 @@ from lightning_zero3.moe.generation import ranks_in_step
 from lightning_zero3.topology import Topology
 
 # What Lightning can't resume without.
-_LIGHTNINGS = ("pytorch-lightning_version", "loops")
+_LIGHTNINGS = ("pytorch-lightning_version", "loops", "lr_schedulers")
 _SECTIONS = ("expert_parallel", "tensor_parallel")
 
 

@@ -48,7 +48,7 @@ def swapped_files(engine: Any, place: Place) -> Path | None:
         return None
     rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
     folder = place.shards / "offloaded_tensors" / f"rank{dp_index_to_str(rank)}"
-    if not folder.is_dir() or not any(folder.iterdir()):
+    if not folder.is_dir():
         raise UnfitCheckpointError(
             f"{folder} is missing: this run keeps its optimizer on NVMe, and a checkpoint of such a run has a copy of "
             "it there. Resume with the offload settings of the run that has saved it."

@@ -130,7 +130,7 @@ def _what(error: BaseException) -> str:
 
 
 def _short(text: str) -> str:
-    """torch's own text is a page long, and begins with what all of them have in common."""
+    """Torch's own text is a page long, and begins with what all of them have in common."""
     return text.split("WeightsUnpickler error: ")[-1].strip().split("\n")[0].rstrip(".")[:300]
 
 

@@ -28,6 +28,20 @@ class Theirs:
     """A class of the user's own."""
 
 
+def test_deepspeeds_own_objects_come_back(tmp_path):
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+
+    scaler = DynamicLossScaler(2**9, 7, 1, 2, False)
+    scaler.cur_iter, scaler.cur_scale = 5, 256.0
+    objects = [scaler, LossScaler(3.0), *ZeroStageEnum, *OffloadDeviceEnum]
+    torch.save(objects, tmp_path / "shard.pt")
+    found = read(tmp_path / "shard.pt", trust=False)
+    assert [vars(each) for each in found[:2]] == [vars(each) for each in objects[:2]]
+    assert found[2:] == objects[2:]
+
+
 class MadeOfADict(dict):
     """As Lightning's ``AttributeDict``."""
 
