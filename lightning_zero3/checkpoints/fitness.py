@@ -8,7 +8,7 @@ Source: ``DeepSpeedEngine._load_checkpoint``, ``_load_zero_checkpoint``,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,7 @@ def require_fit(engine: Any, shard: Shard) -> None:
                 "ranks and the same parallel sizes."
             )
     _require_same_parameters(engine._get_zero_param_shapes(), shard)
+    _require_same_frozen(engine.module, shard)
     _require_same_flats(engine.optimizer, shard)
     _require_same_optimizer(engine.optimizer, shard)
 
@@ -108,6 +109,23 @@ def _require_same_parameters(here: Any, shard: Shard) -> None:
             "would give one the values of another. Resume with the optimizer, its parameter groups and the "
             "sub_group_size of the run that has saved it."
         )
+
+
+def _require_same_frozen(module: nn.Module, shard: Shard) -> None:
+    """DeepSpeed copies frozen partitions by name, after it has loaded the rest."""
+    fragments = shard.model.get("frozen_param_fragments")
+    if fragments is None:
+        return
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            continue
+        size = getattr(parameter, "ds_tensor", parameter).numel()
+        if name not in fragments or fragments[name].numel() != size:
+            there = "isn't there" if name not in fragments else f"has {fragments[name].numel():,} elements"
+            raise UnfitCheckpointError(
+                f"{name}, frozen here, {there} among the frozen parameters of {shard.model_file}; here it has {size:,} "
+                "elements on this rank."
+            )
 
 
 def _require_same_flats(optimizer: Any, shard: Shard) -> None:
@@ -151,6 +169,23 @@ def _require_same_optimizer(optimizer: Any, shard: Shard) -> None:
                     f"{shard.optimizer_file}: the optimizer's {name} of sub-group {index} has {value.numel():,} "
                     "elements, which isn't the size of its weights."
                 )
+
+
+def require_entries(shard: Shard, needs: Sequence[str]) -> None:
+    """Refuse a checkpoint that lacks what others than DeepSpeed want of it.
+
+    Args:
+        shard: This rank's files.
+        needs: Names in the model file.
+
+    Raises:
+        UnfitCheckpointError: One is missing.
+    """
+    if lacking := [name for name in needs if name not in shard.model]:
+        raise UnfitCheckpointError(
+            f"{shard.model_file} has no {' and no '.join(lacking)}: it was saved by engine.save_checkpoint and not by "
+            "the Trainer, which can't go on from it. Take it into the running engine by engine.load_checkpoint."
+        )
 
 
 def frozen_left_out(module: nn.Module, model: Mapping[str, Any]) -> list[str]:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,10 @@ def guard(engine: Any, layout: Topology, *, trust: bool) -> None:
     """
     reference = weakref.ref(engine)
 
-    def load_checkpoint(load_dir: Any, tag: Any = None, **arguments: Any) -> tuple[str | None, Any]:
+    def load_checkpoint(load_dir: Any, tag: Any = None, *arguments: Any, **named: Any) -> tuple[str, Any]:
         alive = reference()
         assert alive is not None
-        return load(alive, load_dir, tag, layout=layout, trust=trust, **arguments)
+        return load(alive, load_dir, tag, *arguments, layout=layout, trust=trust, **named)
 
     engine.load_checkpoint = load_checkpoint
 
@@ -175,8 +176,10 @@ def read_weights(
         # Each file is looked at by one rank, whoever reads it afterwards.
         for model_file, optimizer_file in files.to_verify:
             verified = _verify(place, [model_file, optimizer_file]) and verified
-            facts += shards.facts(shards.open_shard(model_file, optimizer_file, trust=trust))
-        weights.append(load_sharded(module, files, strict=strict, trust=trust))
+            with _as_known(optimizer_file):
+                facts += shards.facts(shards.open_shard(model_file, optimizer_file, trust=trust))
+        with _as_known(files.model_file):
+            weights.append(load_sharded(module, files, strict=strict, trust=trust))
         return verified, facts
 
     _judge(place, together(look))
@@ -218,17 +221,14 @@ def _look_at_own(
         swapped = fitness.swapped_files(engine, place)
         more = [] if swapped is None else [path for path in swapped.rglob("*") if path.is_file()]
         verified = _verify(place, files, more)
-        shard = shards.open_shard(*files, trust=trust)
-        fitness.require_fit(engine, shard)
-        if lacking := [name for name in needs if name not in shard.model]:
-            raise UnfitCheckpointError(
-                f"{shard.model_file} has no {' and no '.join(lacking)}: it was saved by engine.save_checkpoint and not "
-                "by the Trainer, which can't go on from it. Take it into the running engine by engine.load_checkpoint."
-            )
-        left_out.extend(fitness.frozen_left_out(engine.module, shard.model))
-        if strict:
-            fitness.require_same_names(engine.module, shard, left_out)
-        return verified, shards.facts(shard)
+        with _as_known(files[0]):
+            shard = shards.open_shard(files[0], files[1], trust=trust)
+            fitness.require_fit(engine, shard)
+            fitness.require_entries(shard, needs)
+            left_out.extend(fitness.frozen_left_out(engine.module, shard.model))
+            if strict:
+                fitness.require_same_names(engine.module, shard, left_out)
+            return verified, shards.facts(shard)
 
     _judge(place, together(look))
     if left_out:
@@ -269,6 +269,17 @@ def _verify(place: Place, files: list[Path], more: list[Path] | None = None) -> 
         if path.is_file():  # else it is named as missing where it is read
             unpickling.check_sums(path, own_name=True)
     return False
+
+
+@contextmanager
+def _as_known(path: Path) -> Iterator[None]:
+    """What isn't laid out as DeepSpeed's files are fails somewhere in here, in one way or another."""
+    try:
+        yield
+    except (AttributeError, TypeError, KeyError, IndexError, ValueError) as error:
+        raise manifest.DamagedCheckpointError(
+            f"{path}, or the file beside it, isn't laid out as a file of ZeRO stage 3: {error!r}."
+        ) from error
 
 
 def _judge(place: Place, answers: list[tuple[bool, list[Any]]]) -> None:

@@ -19,8 +19,9 @@ import torch
 from lightning_zero3.checkpoints import unpickling
 from lightning_zero3.checkpoints.manifest import DamagedCheckpointError
 
-_IN_A_MODEL_FILE = ("module", "global_steps", "skipped_steps", "dp_world_size", "param_shapes")
-_IN_AN_OPTIMIZER_FILE = ("fp32_flat_groups",)
+_IN_A_MODEL_FILE = ("module", "param_shapes", "global_steps", "skipped_steps", "dp_world_size", "mp_world_size")
+_COUNTERS = ("global_steps", "skipped_steps", "dp_world_size", "mp_world_size")
+_IN_AN_OPTIMIZER_FILE = ("fp32_flat_groups", "loss_scaler", "dynamic_loss_scale", "overflow")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 # What all files of one save have in common, and how a message calls it.
 _IN_COMMON = {
@@ -76,6 +77,9 @@ def open_shard(model_file: Path, optimizer_file: Path, *, trust: bool) -> Shard:
     flats = optimizer["fp32_flat_groups"]
     if not isinstance(flats, list | tuple) or not all(torch.is_tensor(flat) for flat in flats):
         raise DamagedCheckpointError(f"{optimizer_file} is no optimizer file of ZeRO stage 3.")
+    for name in _COUNTERS:
+        if not isinstance(model[name], int):
+            raise DamagedCheckpointError(f"{model_file} isn't such a file of ZeRO stage 3: {name} is {model[name]!r}.")
     if not isinstance(model["param_shapes"], list | tuple):
         raise DamagedCheckpointError(f"{model_file} is no model file of ZeRO stage 3: it names no parameters' shapes.")
     return Shard(model_file, optimizer_file, model, optimizer, whole.get("ds_version"), _digest(whole.get("ds_config")))

@@ -1,5 +1,7 @@
 """What is loaded is what was asked for, whole, and runs nothing; all is looked at before anything is changed."""
 
+import copy
+import functools
 import os
 import shutil
 import warnings
@@ -14,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_zero3 import Zero3FastStrategy
 from lightning_zero3.checkpoints import manifest
+from lightning_zero3.checkpoints.places import UnfitCheckpointError
 from tests.distributed.stock import StockOnCPU
 from tests.fits import QUIET, Pairs, Regression, assert_equal_bits, fit, optimizer_of, tensors_of
 
@@ -165,6 +168,12 @@ def test_another_number_of_ranks_is_refused_before_anything_is_loaded(ranks, tmp
         assert "zero_pp_rank_1_mp_rank_00_model_states.pt is missing" in message or "saved by 1" in message
 
 
+class Frozen(Regression):
+    def __init__(self, value: float = 1.0) -> None:
+        super().__init__()
+        self.kept = torch.nn.Parameter(torch.full((5,), value), requires_grad=False)
+
+
 class Runs:
     """An object that calls ``os.system`` while it is read."""
 
@@ -267,6 +276,97 @@ def test_nothing_in_a_checkpoint_is_run(ranks, tmp_path, count):
                 assert "add_safe_globals([" in text
 
 
+def changes_of(content: dict[str, Any], inner: tuple[str, ...]) -> dict[str, Any]:
+    """A file's content less each of its entries, and with something else in their place."""
+    level, found = content, {}
+    for depth in range(len(inner) + 1):
+        for name in level:
+            for how in ("gone", 3, None, [], {}):
+                changed = copy.deepcopy(content)
+                at = functools.reduce(lambda held, key: held[key], inner[:depth], changed)
+                at.pop(name) if how == "gone" else at.update({name: how})
+                found[f"{'.'.join((*inner[:depth], name))}: {how}"] = changed
+        level = level[inner[depth]] if depth < len(inner) else level
+    return found
+
+
+def laid_out_otherwise(folder: str) -> dict[str, str]:
+    """Every entry of DeepSpeed's missing, or something else: loads that are refused, all before anything has moved."""
+    root, said = Path(folder), {}
+    saved(f"{root}/whole", module=Frozen())
+    engine = fit(Frozen(2.0), Pairs(), strategy(), steps=1).strategy.model
+    shutil.copytree(root / "whole", root / "now")
+    for kind, inner in (("model", ()), ("optim", ("optimizer_state_dict", "optimizer_state_dict"))):
+        path = shard(root / "now", 0, kind)
+        content = torch.load(path, weights_only=False)
+        for name, changed in changes_of(content, inner).items():
+            torch.save(changed, path)
+            for arguments in ({}, {"load_module_only": True}):
+                before = state_of(engine)
+                try:
+                    engine.load_checkpoint(root / "now", **arguments)
+                except (manifest.DamagedCheckpointError, UnfitCheckpointError) as error:
+                    said[f"{name} {arguments}"] = str(error)
+                    after = state_of(engine)
+                    assert before[0] == after[0], name
+                    assert_equal_bits(before[2], after[2])
+        torch.save(content, path)
+    torch.save({**content, "optimizer_state_dict": {**content["optimizer_state_dict"]}}, path)
+    del content["optimizer_state_dict"]["optimizer_state_dict"]
+    torch.save(content, path)
+    said["weights only"] = refused(engine, root / "now")
+    engine.load_checkpoint(root / "now", load_module_only=True)
+    return said
+
+
+def test_files_that_are_laid_out_otherwise_are_refused_or_load(ranks, tmp_path):
+    (said,) = ranks(1).run(laid_out_otherwise, str(tmp_path))
+    assert "holds weights only" in said["weights only"]
+    assert len(said) > 60
+    for name, message in said.items():
+        assert "zero_pp_rank_0_mp_rank_00_" in message, (name, message)
+
+
+def universal(folder: str) -> list[str]:
+    from deepspeed.checkpoint import ds_to_universal
+
+    from lightning_zero3.checkpoints.loading import guard
+    from lightning_zero3.topology import Topology
+    from tests.distributed.test_checkpoint import _parsed
+    from tests.engines import build, micro_step
+
+    root, engine = Path(folder), build()
+    micro_step(engine, 0)
+    engine.save_checkpoint(folder, tag="one")
+    arguments = ["--input_folder", f"{folder}/one", "--output_folder", f"{folder}/universal"]
+    ds_to_universal.main(_parsed(ds_to_universal, arguments))
+    (root / "latest_universal").write_text("universal")
+    other = build(checkpoint={"load_universal": True})
+    guard(other, Topology(1), trust=False)
+    micro_step(other, 1)
+    said = []
+    path = next((root / "universal" / "zero").rglob("exp_avg.pt"))
+    content = path.read_bytes()
+    torch.save({"param": torch.load(path), "more": Runs(root / "ran")}, path)
+    said.append(refused(other, folder))
+    path.write_bytes(content[:-200])
+    said.append(refused(other, folder))
+    path.write_bytes(content)
+    other.load_checkpoint(folder)
+    assert_equal_bits(
+        {name: tensors_of(other.optimizer)[name] for name in ("weights", "masters")},
+        {name: tensors_of(engine.optimizer)[name] for name in ("weights", "masters")},
+    )
+    assert not (root / "ran").exists()
+    return said
+
+
+def test_a_universal_checkpoint_is_looked_at_too(ranks, tmp_path):
+    ((untrusted, damaged),) = ranks(1).run(universal, str(tmp_path))
+    assert "exp_avg.pt holds posix.system" in untrusted
+    assert "exp_avg.pt is damaged" in damaged
+
+
 def tags(folder: str) -> None:
     root = Path(folder)
     engine = fit(Valid(), Pairs(), strategy(), steps=1).strategy.model
@@ -322,12 +422,6 @@ def tags(folder: str) -> None:
 
 def test_the_tag_that_is_asked_for_is_loaded(ranks, tmp_path):
     ranks(2).run(tags, str(tmp_path))
-
-
-class Frozen(Regression):
-    def __init__(self, value: float = 1.0) -> None:
-        super().__init__()
-        self.kept = torch.nn.Parameter(torch.full((5,), value), requires_grad=False)
 
 
 def without_frozen(folder: str, exclude: bool) -> tuple[list[str], bool]:
