@@ -152,17 +152,26 @@ def _require_same_optimizer(optimizer: Any, shard: Shard) -> None:
             f"{shard.optimizer_file} holds weights only (save_weights_only=True), and no optimizer states to go on "
             "with. Evaluate it, or take its weights by engine.load_checkpoint(..., load_module_only=True)."
         )
-    if not isinstance(inner, Mapping) or not isinstance(own, torch.optim.Optimizer):
+    if not isinstance(own, torch.optim.Optimizer):
         return
-    saved = inner.get("param_groups", [])
+    saved, flats = inner["param_groups"], [flat.numel() for flat in shard.optimizer["fp32_flat_groups"]]
     if len(saved) != len(own.param_groups):
         raise UnfitCheckpointError(
             f"{shard.optimizer_file} holds an optimizer with {len(saved)} parameter groups, and this run's has "
             f"{len(own.param_groups)}."
         )
-    flats = [flat.numel() for flat in shard.optimizer["fp32_flat_groups"]]
-    for index, state in inner.get("state", {}).items():
-        for name, value in state.items() if isinstance(state, Mapping) else ():
+    if sum(len(group["params"]) for group in saved) != len(flats):
+        raise UnfitCheckpointError(f"{shard.optimizer_file} holds an optimizer of other sub-groups than its weights.")
+    # DeepSpeed has the optimizer make its states when it is set up; on NVMe they aren't seen here.
+    kinds = {name for state in own.state.values() for name, value in state.items() if torch.is_tensor(value)}
+    there = {name for state in inner["state"].values() for name in state}
+    if lacking := sorted(kinds - there - {"step"}):
+        raise UnfitCheckpointError(
+            f"{shard.optimizer_file} holds no {', no '.join(lacking)}: another optimizer's states, or none. Resume with "
+            f"the optimizer of the run that has saved it, and not with {type(own).__name__}."
+        )
+    for index, state in inner["state"].items():
+        for name, value in state.items():
             fits = index < len(flats) and value.numel() in (0, 1, flats[index]) if torch.is_tensor(value) else True
             if torch.is_tensor(value) and value.dim() == 1 and not fits:
                 raise UnfitCheckpointError(

@@ -74,6 +74,8 @@ def open_shard(model_file: Path, optimizer_file: Path, *, trust: bool) -> Shard:
     model = _with(_read(model_file, trust), _IN_A_MODEL_FILE, model_file)
     whole = _with(_read(optimizer_file, trust), ("optimizer_state_dict",), optimizer_file)
     optimizer = _with(whole["optimizer_state_dict"], _IN_AN_OPTIMIZER_FILE, optimizer_file)
+    if not hasattr(optimizer["loss_scaler"], "cur_scale"):
+        raise DamagedCheckpointError(f"{optimizer_file} isn't such a file of ZeRO stage 3: it has no loss scaler.")
     flats = optimizer["fp32_flat_groups"]
     if not isinstance(flats, list | tuple) or not all(torch.is_tensor(flat) for flat in flats):
         raise DamagedCheckpointError(f"{optimizer_file} is no optimizer file of ZeRO stage 3.")

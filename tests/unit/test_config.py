@@ -25,6 +25,7 @@ def test_the_defaults_are_all_switches_on_and_no_expert_parallelism() -> None:
         "tensor_parallel_size": None,
         "verify_parallel": False,
         "stock_semantics": False,
+        "trust_checkpoint": False,
     }
 
 
