@@ -167,8 +167,8 @@ def _require_same_optimizer(optimizer: Any, shard: Shard) -> None:
     there = {name for state in inner["state"].values() for name in state}
     if lacking := sorted(kinds - there - {"step"}):
         raise UnfitCheckpointError(
-            f"{shard.optimizer_file} holds no {', no '.join(lacking)}: another optimizer's states, or none. Resume with "
-            f"the optimizer of the run that has saved it, and not with {type(own).__name__}."
+            f"{shard.optimizer_file} holds no {', no '.join(lacking)}: another optimizer's states, or none. Resume "
+            f"with the optimizer of the run that has saved it, and not with {type(own).__name__}."
         )
     for index, state in inner["state"].items():
         for name, value in state.items():
