@@ -30,6 +30,7 @@ _SWITCHES = (
     "verify_parallel",
     "async_save",
     "stock_semantics",
+    "trust_checkpoint",
 )
 
 
@@ -69,6 +70,8 @@ class Zero3Options:
         async_save: Let training go on while a checkpoint is written out of a copy in host memory.
         stock_semantics: Give exactly ``deepspeed_stage_3``'s numbers, its known faults included: none of the
             corrections that docs/corrections.md lists is applied.
+        trust_checkpoint: Read checkpoints without a restriction, as DeepSpeed does. Whatever code is in them is run:
+            only for files whose every writer you trust.
 
     Raises:
         TypeError: A switch is no bool, a size or a budget no int, a speed no number, or a preset no string.
@@ -98,6 +101,7 @@ class Zero3Options:
     verify_parallel: bool = False
     async_save: bool = False
     stock_semantics: bool = False
+    trust_checkpoint: bool = False
 
     def __post_init__(self) -> None:
         """Check every field's type and range."""

@@ -13,6 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_zero3 import build_locks, cpu_ops, ds_config, engine_end, group_timeouts, process_exit
+from lightning_zero3.checkpoints import loading
 from lightning_zero3.config import SetupError, Zero3Options
 from lightning_zero3.moe import auxiliary_loss, expert_parallel, parallel_layers, tensor_parallel
 from lightning_zero3.moe.build import refuse_meta_tensors
@@ -231,6 +232,7 @@ class EngineSetup:
             leaf_modules=not self.options.stock_semantics,
         )
         group_timeouts.set_for_new(list(self._groups_before), self._timeout)
+        self._guard_loading(built[0])
         return built
 
     def _evaluating_engine(self, model: nn.Module) -> Any:
@@ -248,7 +250,14 @@ class EngineSetup:
             # Lightning's teardown has moved buffers and what was gathered to the CPU.
             model.to(self.root_device)
             return before.engine
-        return build_inference_engine(model, config=config, local_rank=self._device_index, target=experts, split=split)
+        engine = build_inference_engine(
+            model, config=config, local_rank=self._device_index, target=experts, split=split
+        )
+        self._guard_loading(engine)
+        return engine
+
+    def _guard_loading(self, engine: Any) -> None:
+        loading.guard(engine, self.parallel_layout, trust=self.options.trust_checkpoint)
 
 
 def _sizes(config: Any) -> tuple[int | None, int]:

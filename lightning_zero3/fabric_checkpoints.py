@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from lightning_zero3.checkpoints import loading
 from lightning_zero3.checkpoints.consolidated import load_consolidated
-from lightning_zero3.checkpoints.sharded_weights import load_sharded
+from lightning_zero3.checkpoints.sharded_weights import client_state
 from lightning_zero3.config import Zero3Options
 from lightning_zero3.fabric_steps import SteppedEngine, SteppedOptimizer, drop_saved_state
 from lightning_zero3.topology import Topology
@@ -89,11 +90,12 @@ class FabricCheckpoints:
         return rest
 
     def _load_weights(self, path: Any, state: dict[str, Any], module: nn.Module, strict: bool) -> dict[str, Any]:
-        from lightning.fabric.strategies.deepspeed import _validate_checkpoint_directory
         from lightning.fabric.utilities.load import _move_state_into
 
-        _validate_checkpoint_directory(path)
-        rest = load_sharded(module, path, self.parallel_layout, self.global_rank, strict=strict)
+        place, trust = loading.find_together(path), self.options.trust_checkpoint
+        rest = client_state(
+            loading.read_weights(module, place, self.parallel_layout, self.global_rank, strict=strict, trust=trust)
+        )
         _move_state_into(source=rest, destination=state, keys=set(rest) & set(state))
         return rest
 

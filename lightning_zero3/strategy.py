@@ -224,6 +224,9 @@ class Zero3FastStrategy(TrainerStrategy, DeepSpeedStrategy):
             the end of the fit.
         stock_semantics: Give exactly ``deepspeed_stage_3``'s numbers, its known faults included: none of the
             corrections that docs/corrections.md lists is applied.
+        trust_checkpoint: Read checkpoints without a restriction, as DeepSpeed does. Whatever code is in them is run:
+            only for files whose every writer you trust. Without it, a checkpoint that holds anything but tensors, plain
+            values and a short list of known classes is refused (docs/checkpoints.md).
         **deepspeed_arguments: Any other argument of ``lightning.pytorch.strategies.DeepSpeedStrategy`` but ``stage``
             and ``zero_optimization``. One that is at Lightning's default counts as not given.
 

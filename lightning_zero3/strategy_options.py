@@ -42,6 +42,7 @@ class OptionsOfAStrategy:
         verify_parallel: bool = False,
         async_save: bool = False,
         stock_semantics: bool = False,
+        trust_checkpoint: bool = False,
         **deepspeed_arguments: Any,
     ) -> None:
         self.options = Zero3Options(
@@ -61,6 +62,7 @@ class OptionsOfAStrategy:
             verify_parallel=verify_parallel,
             async_save=async_save,
             stock_semantics=stock_semantics,
+            trust_checkpoint=trust_checkpoint,
         )
         self._refuse_fixed_arguments(deepspeed_arguments)
         self._refuse_unknown_arguments(deepspeed_arguments)
