@@ -17,7 +17,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
-from lightning_zero3.optimizer.edits import KeepEdits
+from lightning_zero3.moe.own_part import own_part
 from lightning_zero3.topology import Topology
 
 # What DeepSpeed's files hold for itself; all other entries are Lightning's.
@@ -66,7 +66,8 @@ def load_sharded(module: nn.Module, folder: str | Path, layout: Topology, rank: 
                 "Expert and tensor parallel sizes must be those of the run that has saved it."
             )
     for _, parameter, source in partitions:
-        _set_partition(parameter, source.partition_for(parameter))
+        with own_part(parameter) as part:
+            part.fill(source.partition_for(parameter))
     _load_all_but_parameters(module, {name: v for name, v in files.own["module"].items() if name not in named})
     return {name: value for name, value in files.own.items() if name not in _DEEPSPEEDS}
 
@@ -221,19 +222,6 @@ def _check_names(
             f"The checkpoint's weights aren't those of {type(module).__name__}: {'; '.join(parts)}. "
             "With `strict_loading = False` on the LightningModule what both have is loaded."
         )
-
-
-@torch.no_grad()
-def _set_partition(parameter: Any, values: torch.Tensor) -> None:
-    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
-    if parameter.ds_status == ZeroParamStatus.AVAILABLE:
-        parameter.partition()  # a copy that lies around gathered would be used further
-    parameter.ds_tensor.copy_(values)
-    optimizer = getattr(parameter, "_z3_optimizer", None)
-    if isinstance(optimizer, KeepEdits) and optimizer.is_optimized(parameter):
-        with optimizer._master_of(parameter) as master:
-            master.copy_(values)
 
 
 def _load_all_but_parameters(module: nn.Module, values: dict[str, Any]) -> None:
