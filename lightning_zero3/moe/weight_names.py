@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,6 +43,99 @@ class Held:
     name: str
     whole: Ints
     blocks: tuple[Block, ...]
+
+
+# AutoEP's experts: of how many matrices Transformers' tensor is made, one below the other, and which of them this is.
+EXPERTS = {"experts.w1": (2, 0), "experts.w3": (2, 1), "experts.w2": (1, 0)}
+_LAYER_PARTS = re.compile(r"(.+?)\.((?:router|experts|shared_experts|shared_experts_gate)\..+)")
+
+
+@dataclass(frozen=True)
+class LayerNames:
+    """What Transformers calls the parts of an MoE layer that AutoEP calls router, experts and shared_experts.
+
+    Args:
+        router: The router.
+        experts: What holds the experts.
+        gate_up: The experts' first tensor, of gate and up.
+        down: Their second one.
+        shared: The shared experts.
+        shared_gate: The gate of the shared experts.
+    """
+
+    router: str = "gate"
+    experts: str = "experts"
+    gate_up: str = "gate_up_proj"
+    down: str = "down_proj"
+    shared: str = "shared_experts"
+    shared_gate: str = "shared_expert_gate"
+
+    @classmethod
+    def of_preset(cls, preset: Any) -> LayerNames:
+        """As one of AutoEP's presets has them.
+
+        Args:
+            preset: A ``MoEModelPreset``.
+        """
+        return cls(
+            preset.router_pattern,
+            preset.experts_pattern,
+            preset.expert_w1,
+            preset.expert_w2,
+            preset.shared_experts_pattern,
+            preset.shared_experts_gate_pattern,
+        )
+
+    @classmethod
+    def like(cls, names: Iterable[str]) -> LayerNames:
+        """As a model has them.
+
+        Args:
+            names: Transformers' names of its tensors.
+        """
+        return cls(shared="shared_expert" if any(".shared_expert." in name for name in names) else "shared_experts")
+
+    def of(self, inside: str) -> str | None:
+        """Transformers' name of a tensor of an AutoEP layer.
+
+        Args:
+            inside: AutoEP's, from the layer on.
+
+        Returns:
+            Transformers', from the layer on; None for what it doesn't have.
+
+        >>> LayerNames().of("router.gate.weight"), LayerNames().of("experts.w3"), LayerNames().of("expert_bias")
+        ('gate.weight', 'experts.gate_up_proj', None)
+        """
+        part, _, leaf = inside.partition(".")
+        if inside in EXPERTS:
+            return f"{self.experts}.{self.down if inside == 'experts.w2' else self.gate_up}"
+        if part == "router":
+            return f"{self.router}.{leaf.removeprefix('gate.')}"
+        renamed = {"shared_experts": self.shared, "shared_experts_gate": self.shared_gate}.get(part)
+        return None if renamed is None else f"{renamed}.{leaf}"
+
+
+def of_layers(name: str, layer: LayerNames) -> tuple[str, str | None]:
+    """Transformers' name of a tensor, by its name alone.
+
+    Args:
+        name: AutoEP's, or one that both have.
+        layer: What the model calls the parts of an MoE layer.
+
+    Returns:
+        Transformers', and which of AutoEP's experts' tensors it is, or None.
+
+    >>> of_layers("model.layers.1.mlp.router.gate.weight", LayerNames())
+    ('model.layers.1.mlp.gate.weight', None)
+    >>> of_layers("model.layers.1.mlp.experts.w3", LayerNames())
+    ('model.layers.1.mlp.experts.gate_up_proj', 'experts.w3')
+    """
+    found = _LAYER_PARTS.fullmatch(name)
+    theirs = None if found is None else layer.of(found[2])
+    if found is None or theirs is None:
+        return name, None
+    return f"{found[1]}.{theirs}", found[2] if found[2] in EXPERTS else None
 
 
 def local_shape(tensor: torch.Tensor) -> Ints:
@@ -90,28 +183,20 @@ def _in_moe_layer(path: str, layer: Any, name: str, module: nn.Module, tensor: t
     from deepspeed.module_inject.auto_ep_presets.registry import get_preset
 
     preset = get_preset(layer.model_family)
-    part, _, leaf = name.removeprefix(f"{path}.").partition(".")
-    if part == "experts":
-        return _experts(f"{path}.{preset.experts_pattern}", leaf, preset, layer, local_shape(tensor))
-    if part == "router":
-        return _sliced(f"{path}.{preset.router_pattern}.{leaf.removeprefix('gate.')}", module, tensor)
-    if part == "shared_experts":
-        return _sliced(f"{path}.{preset.shared_experts_pattern}.{leaf}", module, tensor)
-    if part == "shared_experts_gate":
-        return _sliced(f"{path}.{preset.shared_experts_gate_pattern}.{leaf}", module, tensor)
-    return None  # AutoEP's own
+    if preset.expert_w3 is not None:
+        raise UnknownLayoutError(f"AutoEP's preset {layer.model_family!r} stores experts in an unknown way.")
+    names, inside = LayerNames.of_preset(preset), name.removeprefix(f"{path}.")
+    if inside in EXPERTS:
+        return _experts(f"{path}.{names.of(inside)}", inside, layer, local_shape(tensor))
+    theirs = names.of(inside)
+    return None if theirs is None else _sliced(f"{path}.{theirs}", module, tensor)
 
 
-def _experts(path: str, leaf: str, preset: Any, layer: Any, shape: Ints) -> Held:
-    if preset.expert_w3 is not None or leaf not in ("w1", "w2", "w3"):
-        raise UnknownLayoutError(f"AutoEP's preset {layer.model_family!r} stores {path}.{leaf} in an unknown way.")
+def _experts(name: str, inside: str, layer: Any, shape: Ints) -> Held:
     experts, rows, columns = shape
-    first = layer.ep_rank * experts
-    if leaf == "w2":
-        blocks = (Block((0, 0, 0), (first, 0, 0), shape),)
-        return Held(f"{path}.{preset.expert_w2}", (experts * layer.ep_size, rows, columns), blocks)
-    blocks = (Block((0, 0, 0), (first, rows if leaf == "w3" else 0, 0), shape),)
-    return Held(f"{path}.{preset.expert_w1}", (experts * layer.ep_size, 2 * rows, columns), blocks)
+    joined, place = EXPERTS[inside]
+    start = (layer.ep_rank * experts, place * rows, 0)
+    return Held(name, (experts * layer.ep_size, joined * rows, columns), (Block((0, 0, 0), start, shape),))
 
 
 def _sliced(name: str, module: nn.Module, tensor: torch.Tensor) -> Held:
