@@ -33,6 +33,7 @@ GRADIENT = "d "
 
 Tensors = dict[str, torch.Tensor]
 
+
 def loss_and_outputs(
     model: nn.Module, ids: torch.Tensor, call: Callable[..., Any] | None = None, **arguments: Any
 ) -> tuple[torch.Tensor, Tensors]:
