@@ -105,7 +105,7 @@ def load_pretrained(
         kept=tuple(plan.kept),
         skipped={why: tuple(names) for why, names in plan.skipped.items()},
         bytes_read=files.bytes_read,
-        bytes_stored=sum(files.tensors[p.name].nbytes for target in plan.targets for p in target.parts),
+        bytes_stored=sum(files.tensors[name].nbytes for name in {p.name for t in plan.targets for p in t.parts}),
         seconds=time.perf_counter() - began,
     )
     rank_zero_info(f"{path}: {report}")

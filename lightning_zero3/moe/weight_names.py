@@ -349,7 +349,7 @@ class FileNames:
         for (source, index), part in self._list(name, forth).items():
             target = back.target_patterns[forth.source_patterns.index(source)]
             each = first.replace(back.target_patterns[0], target).replace("*", str(index))
-            saved.append(FilePart(apply_renamings(each, renamings), part.block, part.shape, apart=True))
+            saved.append(replace(part, name=apply_renamings(each, renamings)))
         return saved
 
     def _own_rules(self) -> list[Any]:
@@ -367,7 +367,7 @@ class FileNames:
         if found is None:
             others[name] = renamed
             return None
-        return int(found.group(1))
+        return int(found[1]) if found.re.groups else 0
 
     def _list(self, target: str, converter: Any) -> dict[tuple[str, int], FilePart]:
         """The parts that a converter stacks, and joins, to one tensor: by pattern and number."""
@@ -375,24 +375,25 @@ class FileNames:
 
         shape, sources = self._whole[target], converter.source_patterns
         kinds = [(type(operation), operation.dim) for operation in converter.operations]
-        joins = len(sources) > 1
-        if kinds != [(MergeModulelist, 0), *([(Concatenate, 1)] if joins else [])] or shape[joins] % len(sources):
+        stacks = kinds[0] == (MergeModulelist, 0)
+        joins = [dim for kind, dim in kinds if kind is Concatenate]
+        dim = joins[0] if joins else len(shape) - 1
+        known = kinds == [(MergeModulelist, 0)] * stacks + [(Concatenate, dim)] * len(joins) and dim >= stacks
+        if not known or len(joins) != (len(sources) > 1) or shape[dim] % len(sources):
             raise UnknownLayoutError(
                 f"Transformers makes {target} of the files' tensors by {converter.operations}, which can't be done "
                 "slice by slice. Load this checkpoint by from_pretrained."
             )
-        rows = shape[1] // len(sources)
-        size = (1, rows, *shape[2:])
-        return {
-            (pattern, index): FilePart(
-                f"{target} ({pattern.replace('*', str(index))})",
-                Block((index, which * rows, *(0,) * (len(shape) - 2)), (0,) * len(shape), size),
-                size[1:],
-                apart=True,
-            )
-            for which, pattern in enumerate(sources)
-            for index in range(shape[0])
-        }
+        width = shape[dim] // len(sources)
+        size = tuple(width if d == dim else 1 if stacks and d == 0 else n for d, n in enumerate(shape))
+        parts = {}
+        for which, pattern in enumerate(sources):
+            for index in range(shape[0] if stacks else 1):
+                start = tuple(which * width if d == dim else index if d == 0 else 0 for d in range(len(shape)))
+                block = Block(start, (0,) * len(shape), size)
+                name = f"{target} ({pattern.replace('*', str(index))})"
+                parts[pattern, index] = FilePart(name, block, size[stacks:], apart=stacks)
+        return parts
 
 
 def _sibling(named: Mapping[int, str], index: int) -> str | None:

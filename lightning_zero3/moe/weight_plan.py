@@ -181,12 +181,15 @@ def _sort_out(
     inside = re.compile(rf"(model\.)?{LANGUAGE_MODEL}\.")
     composite = any(map(inside.match, files.tensors)) and not any(map(inside.match, names))
     for name, renamed in others.items():
-        if further is not None and (further.search(renamed) or further.search(name)):
+        ignores = any(re.search(pattern, each) for pattern in ignored for each in (name, renamed))
+        if ignores and re.search(r"(^|\.)mtp\.", name):
             why = PREDICTION
-        elif any(re.search(pattern, each) for pattern in ignored for each in (name, renamed)):
-            why = PREDICTION if "mtp" in name or ".layers." in name else IGNORED
         elif composite and not inside.match(name) and not name.startswith("lm_head."):
             why = OTHER_MODALITIES
+        elif further is not None and further.search(renamed):
+            why = PREDICTION
+        elif ignores:
+            why = PREDICTION if ".layers." in name else IGNORED
         elif renamed in computed or name.endswith("rotary_emb.inv_freq"):
             why = COMPUTED
         elif any(re.search(pattern, name) for pattern in allow_unexpected):

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from pathlib import Path
+import os
+import shutil
 from typing import Any
 
 import pytest
 import torch
 
 from lightning_zero3 import Zero3FastStrategy
+from lightning_zero3.config import SetupError
 from lightning_zero3.moe import verify
 from lightning_zero3.moe.build import build_from_config
 from lightning_zero3.moe.load import LoadReport, load_pretrained
+from lightning_zero3.moe.safetensors_files import SINGLE
 from lightning_zero3.topology import Topology
 from tests.fits import Language, Sentences, fit, optimizer_of
 from tests.models import FAMILIES, build, tiny
@@ -201,3 +203,57 @@ def test_every_layout_of_files(ranks, checkpoint, family, layout, precision):
 def test_experts_and_slices_on_four_ranks(ranks, checkpoint, family, where):
     for each in ranks(4).run(loads, family, checkpoint(family), where, (2, 2), "bf16-mixed"):
         assert each["different"] == []
+
+
+def refused_on_all(folder: str, broken: str) -> tuple[str, bool]:
+    """One rank sees a broken folder."""
+    model = build(tiny("mixtral"), seed=8)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(SetupError) as refusal:
+        load_pretrained(model, broken if torch.distributed.get_rank() == 1 else folder)
+    return str(refusal.value), all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_what_one_rank_cannot_read_no_rank_loads(ranks, checkpoint, tmp_path):
+    shutil.copytree(checkpoint("mixtral"), tmp_path / "cut")
+    os.truncate(tmp_path / "cut" / SINGLE, 1000)
+    seen = ranks(2).run(refused_on_all, checkpoint("mixtral"), str(tmp_path / "cut"))
+    assert [unchanged for _, unchanged in seen] == [True, True]
+    assert seen[0][0].startswith("Rank 1 can't load, so no rank does.")
+    assert all(str(tmp_path / "cut" / SINGLE) in message for message, _ in seen)
+
+
+def test_ranks_must_see_the_same_files(ranks, checkpoint):
+    seen = ranks(2).run(refused_on_all, checkpoint("mixtral"), checkpoint("mixtral", "shards"))
+    assert all("sees other files" in message and unchanged for message, unchanged in seen)
+
+
+def into_frozen_and_stock(folder: str) -> tuple[list[bool], str]:
+    """A frozen weight has no master; an optimizer that isn't ours has some that can't be reached."""
+    import deepspeed
+
+    from tests.engines import build as build_engine
+
+    same = []
+    for stock in (False, True):
+        model = build(tiny("mixtral"), seed=8)
+        model.model.norm.weight.requires_grad_(False)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        engine = build_engine(model, stock=stock, optimizer=torch.optim.AdamW(trained, lr=1e-3))
+        if stock:
+            with pytest.raises(SetupError, match="not zero3_fast's") as refusal:
+                load_pretrained(model, folder)
+            engine.destroy()
+            return same, str(refusal.value)
+        load_pretrained(engine.module, folder)
+        reference = FAMILIES["mixtral"][1].from_pretrained(folder).state_dict()
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            same = [torch.equal(value, reference[name]) for name, value in model.named_parameters()]
+        engine.destroy()
+    raise AssertionError("unreachable")
+
+
+def test_frozen_weights_and_an_optimizer_that_is_not_ours(ranks, checkpoint):
+    for same, message in ranks(2).run(into_frozen_and_stock, checkpoint("mixtral")):
+        assert all(same)
+        assert "configure_model" in message
