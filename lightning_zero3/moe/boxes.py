@@ -60,9 +60,7 @@ class Block:
         Block(here=(1, 0), there=(5, 0), size=(1, 2))
         """
         first = tuple(max(a, b) for a, b in zip(self.here, start, strict=True))
-        last = tuple(
-            min(a + n, b + m) for a, n, b, m in zip(self.here, self.size, start, size, strict=True)
-        )
+        last = tuple(min(a + n, b + m) for a, n, b, m in zip(self.here, self.size, start, size, strict=True))
         if any(end <= begin for begin, end in zip(first, last, strict=True)):
             return None
         there = tuple(t + f - h for t, f, h in zip(self.there, first, self.here, strict=True))

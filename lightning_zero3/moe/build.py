@@ -6,7 +6,7 @@ Transformers initialises partitions of size 0, and tensors made in the construct
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +21,13 @@ from lightning_zero3.moe.sharded_build import initialize_partitions, outside_zer
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
-def build_from_config(model_class: type[ModelT], config: Any, weights: str | Path | None = None) -> ModelT:
+def build_from_config(
+    model_class: type[ModelT],
+    config: Any,
+    weights: str | Path | None = None,
+    *,
+    allow_unexpected: Sequence[str] = (),
+) -> ModelT:
     """Build a model, partition by partition where ``deepspeed.zero.Init`` is active, plainly where it isn't.
 
     Under ``zero.Init`` no rank ever holds more than its partitions and one module's whole weights. Weights are drawn
@@ -37,7 +43,8 @@ def build_from_config(model_class: type[ModelT], config: Any, weights: str | Pat
         model_class: A ``PreTrainedModel`` class, e.g. ``Glm4MoeForCausalLM``.
         config: Its config.
         weights: A folder of safetensors, whose values take the place of drawn ones: nothing is drawn that it holds. See
-            :func:`lightning_zero3.moe.load.load_pretrained`, which has more options and can be called afterwards.
+            :func:`lightning_zero3.moe.load.load_pretrained`, which can also be called afterwards.
+        allow_unexpected: Patterns of names in the folder that the model may lack.
 
     Returns:
         The model, in training mode.
@@ -49,7 +56,7 @@ def build_from_config(model_class: type[ModelT], config: Any, weights: str | Pat
     from deepspeed.runtime.zero import partition_parameters as zero
 
     if zero.top_level_context is None:
-        return _build_whole(model_class, config, weights)
+        return _build_whole(model_class, config, weights, allow_unexpected)
     try:
         from transformers.initialization import no_init_weights
     except ImportError as error:
@@ -63,7 +70,7 @@ def build_from_config(model_class: type[ModelT], config: Any, weights: str | Pat
         _give_buffers_their_dtype(model, model_class, config)
     if weights is not None:
         model.tie_weights()  # type: ignore[operator]
-        load_pretrained(model, weights)
+        load_pretrained(model, weights, allow_unexpected=allow_unexpected)
     initialize_partitions(model)
     model.tie_weights()  # type: ignore[operator]
     share_buffers(model.buffers())
@@ -97,7 +104,9 @@ def refuse_meta_tensors(module: nn.Module) -> None:
         )
 
 
-def _build_whole(model_class: type[ModelT], config: Any, weights: str | Path | None) -> ModelT:
+def _build_whole(
+    model_class: type[ModelT], config: Any, weights: str | Path | None, allow_unexpected: Sequence[str]
+) -> ModelT:
     """The unsharded model: constructed without values, then given them, as the sharded one is.
 
     The plain constructor draws each layer's values twice, first torch's and then Transformers', so a seed would give
@@ -109,7 +118,7 @@ def _build_whole(model_class: type[ModelT], config: Any, weights: str | Path | N
         model = model_class(config)
     if weights is not None:
         model.tie_weights()  # type: ignore[operator]
-        load_pretrained(model, weights)
+        load_pretrained(model, weights, allow_unexpected=allow_unexpected)
     model.init_weights()  # type: ignore[operator]
     return model
 

@@ -50,12 +50,11 @@ class LoadReport:
 
     def __str__(self) -> str:
         """One line."""
-        skipped = "; ".join(f"{len(names)} skipped ({why})" for why, names in self.skipped.items())
-        kept = f"; {len(self.kept)} kept as they were" if self.kept else ""
-        return (
-            f"{len(self.loaded)} tensors loaded, {self.bytes_read / 2**20:,.1f} of {self.bytes_stored / 2**20:,.1f} MiB "
-            f"read by this rank in {self.seconds:.1f} s{kept}{'; ' if skipped else ''}{skipped}"
-        )
+        rest = [f"{len(names)} skipped ({why})" for why, names in self.skipped.items()]
+        if self.kept:
+            rest.append(f"{len(self.kept)} kept as they were")
+        done = f"{len(self.loaded)} tensors loaded, {self.bytes_read / 2**20:,.1f} of {self.bytes_stored / 2**20:,.1f} MiB"
+        return "; ".join([f"{done} read by this rank in {self.seconds:.1f} s", *rest])
 
 
 def load_pretrained(
@@ -132,7 +131,9 @@ def _require_equal(target: Target, other: Target, files: WeightFiles) -> None:
     """A tied tensor that the files hold twice must be one: this rank looks at its own part."""
     part = range_of(target.tensor)
     for (left, here), (right, there) in zip(target.reads(part), other.reads(part), strict=True):
-        if not torch.equal(files.read(left.name, here.there, here.size), files.read(right.name, there.there, there.size)):
+        if not torch.equal(
+            files.read(left.name, here.there, here.size), files.read(right.name, there.there, there.size)
+        ):
             raise UnfitWeightsError(
                 f"{target.held.name} and {other.held.name} are one tensor in the model (tie_word_embeddings), and "
                 f"{files.folder} holds two that differ. Build the model with tie_word_embeddings=False."

@@ -108,7 +108,7 @@ def own_part(tensor: Any) -> Iterator[OwnPart]:
     if getattr(tensor, "ds_secondary_tensor", None) is not None:
         tensor.ds_secondary_tensor = None  # made again from the partition
     weights = tensor.ds_tensor.detach()
-    optimizer = getattr(tensor, "_z3_optimizer", None)
+    optimizer: Any = getattr(tensor, "_z3_optimizer", None)
     if not hasattr(optimizer, "master_of") or not optimizer.is_optimized(tensor):
         yield OwnPart(part.shape, part.start, part.stop, (weights,))
         return

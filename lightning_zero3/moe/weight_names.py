@@ -1,7 +1,7 @@
-"""The names of weights: in files, in Transformers' models, and in an engine's layers; each way, and which part is which.
+"""The names of weights in files, in Transformers' models and in an engine's layers; each way, and which part is which.
 
-An engine's layers are others than Transformers': AutoEP's router and experts have other names and hold a rank's experts,
-AutoTP's layers hold a rank's slices. A parameter there is a box, or a few, of one tensor of Transformers' model
+An engine's layers are others than Transformers': AutoEP's have other names and hold a rank's experts, AutoTP's hold a
+rank's slices. A parameter there is a box, or a few, of one tensor of Transformers' model
 (:func:`held_tensors`). What files call that tensor, and whether each expert is one of its own there, is asked of
 Transformers (:class:`FileNames`), whose rules ``from_pretrained`` and ``save_pretrained`` go by.
 """
@@ -215,7 +215,7 @@ def _sliced(name: str, module: nn.Module, tensor: torch.Tensor) -> Held:
         )
     blocks, here, there = [], 0, 0
     for each in widths:
-        begin, width = there + sum(each[: module.tp_index]), each[module.tp_index]  # type: ignore[index, misc]
+        begin, width = there + sum(each[: module.tp_index]), each[module.tp_index]
         size = tuple(width if d == dim else n for d, n in enumerate(whole))
         blocks.append(Block(_at(dim, here, whole), _at(dim, begin, whole), size))
         here, there = here + width, there + sum(each)

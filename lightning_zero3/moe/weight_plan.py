@@ -1,4 +1,4 @@
-"""What will be read where before anything is: each tensor of a model, the parts of files that it is made of, what is left.
+"""What will be read where, before anything is: each tensor of a model, the files' tensors that it is made of, the rest.
 
 Nothing here reads a weight or writes one. Whatever doesn't fit is found here, all of it, and listed by name.
 """
@@ -114,7 +114,8 @@ def plan_of(
     plan = Plan()
     problems: dict[str, list[str]] = defaultdict(list)
     for names, tensor, held in _once(tensors):
-        range_of(tensor), require_masters_in_reach(tensor)
+        range_of(tensor)
+        require_masters_in_reach(tensor)
         sources = [each for each in held if each.name in parts]
         if sources:
             all_made = [Target(names, tensor, each, tuple(parts[each.name])) for each in sources]
@@ -133,7 +134,9 @@ def plan_of(
     return plan
 
 
-def _once(tensors: Mapping[str, tuple[torch.Tensor, Held]]) -> Iterator[tuple[tuple[str, ...], torch.Tensor, list[Held]]]:
+def _once(
+    tensors: Mapping[str, tuple[torch.Tensor, Held]],
+) -> Iterator[tuple[tuple[str, ...], torch.Tensor, list[Held]]]:
     """Each tensor, with all names that it has."""
     tied: dict[int, list[str]] = defaultdict(list)
     for name, (tensor, _) in tensors.items():
@@ -218,7 +221,9 @@ def _raise(problems: Mapping[str, list[str]], model: nn.Module, files: WeightFil
     ]
     if lines:
         raise UnfitWeightsError(
-            f"{files.folder} doesn't fit {type(model).__name__}; nothing was loaded. Tensors\n" + "\n".join(lines) + "\n"
+            f"{files.folder} doesn't fit {type(model).__name__}; nothing was loaded. Tensors\n"
+            + "\n".join(lines)
+            + "\n"
             "Is the model built from this folder's config? What may be left out can be said by allow_missing and "
             "allow_unexpected."
         )

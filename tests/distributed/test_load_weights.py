@@ -1,4 +1,4 @@
-"""A checkpoint read slice by slice into partitions, experts and slices of layers is what from_pretrained reads whole."""
+"""A checkpoint read slice by slice into partitions, experts and slices is what from_pretrained reads whole."""
 
 from __future__ import annotations
 
@@ -80,7 +80,9 @@ class Loads(Language):
 
         model = self.some_odd_name
         with deepspeed.zero.GatheredParameters(list(model.parameters())):
-            seen = {n: v for n, v in [*model.named_parameters(), *model.named_buffers()] if "tokens_per_expert" not in n}
+            seen = {
+                n: v for n, v in [*model.named_parameters(), *model.named_buffers()] if "tokens_per_expert" not in n
+            }
             self.weights = {name: value.detach().clone() for name, value in seen.items()}
         masters = {name: safe_get_full_fp32_param(p) for name, p in model.named_parameters() if p.requires_grad}
         self.masters = {name: value.clone() for name, value in masters.items()}
@@ -131,7 +133,9 @@ def own_bytes(optimizer: Any) -> int:
     """Bytes that this rank's partitions have in a file of fp32, without padding."""
     sizes = 0
     for group, paddings in zip(optimizer.fp16_groups, optimizer.groups_padding, strict=True):
-        sizes += sum(p.partition_numel() - min(pad, p.partition_numel()) for p, pad in zip(group, paddings, strict=True))
+        sizes += sum(
+            p.partition_numel() - min(pad, p.partition_numel()) for p, pad in zip(group, paddings, strict=True)
+        )
     return 4 * sizes
 
 

@@ -152,10 +152,14 @@ def model_and_files(tmp_path_factory) -> tuple[torch.nn.Module, dict[str, bytes]
     config = tiny("mixtral", num_hidden_layers=1, hidden_size=8, head_dim=4, intermediate_size=4, vocab_size=8)
     build(config, seed=2).save_pretrained(folder, save_original_format=False, max_shard_size="2KB")
     assert len(list(folder.glob("*.safetensors"))) > 1
-    return build(config, seed=1), {p.name: p.read_bytes() for p in folder.iterdir() if p.name != 'generation_config.json'}
+    return build(config, seed=1), {
+        p.name: p.read_bytes() for p in folder.iterdir() if p.name != "generation_config.json"
+    }
 
 
-VALUES = st.sampled_from([None, -1, 0, 1, 2.5, 2**31, 2**63, 2**64, True, "F32", "F64", "F4", "..", [], [0], [8, 8], {}])
+VALUES = st.sampled_from(
+    [None, -1, 0, 1, 2.5, 2**31, 2**63, 2**64, True, "F32", "F64", "F4", "..", [], [0], [8, 8], {}]
+)
 
 
 @st.composite
@@ -218,10 +222,13 @@ def refused_or_as_it_says(model: torch.nn.Module, files: dict[str, bytes], folde
     for name, content in files.items():
         (folder / name).write_bytes(content)
     before = {name: value.clone() for name, value in model.state_dict().items()}
+    refusal = ""
     try:
         load_pretrained(model, folder)
-    except SetupError as refusal:
-        assert str(folder) in str(refusal)
+    except SetupError as error:
+        refusal = str(error)
+    if refusal:
+        assert str(folder) in refusal
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
         return True
     # Whatever was taken, safetensors' own reader takes it too, and finds the same in it.

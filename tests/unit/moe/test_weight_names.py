@@ -1,4 +1,4 @@
-"""Names in files and in models, each way, and what of a checkpoint isn't the model's: all against Transformers itself."""
+"""Names in files and in models, each way, and what of a checkpoint isn't the model's: all against Transformers."""
 
 from __future__ import annotations
 
@@ -94,7 +94,8 @@ def test_glms_layers_for_further_tokens_are_skipped(tmp_path):
     model = build(tiny("glm"), seed=5)
     tensors = saved(model, tmp_path)
     extra = {
-        f"model.layers.3.{name}": torch.ones(2) for name in ("eh_proj.weight", "mlp.experts.0.up_proj.weight", "enorm.weight")
+        f"model.layers.3.{name}": torch.ones(2)
+        for name in ("eh_proj.weight", "mlp.experts.0.up_proj.weight", "enorm.weight")
     }
     edited(tmp_path, {**tensors, **extra}, num_nextn_predict_layers=0)
     other = build(tiny("glm"), seed=6)
@@ -157,7 +158,13 @@ def test_the_first_layers_of_a_checkpoint(tmp_path):
 def test_tied_embeddings_under_either_name(tmp_path, under):
     model = build(tiny("mixtral", tie_word_embeddings=True), seed=5)
     tensors = saved(model, tmp_path)
-    edited(tmp_path, {**{n: v for n, v in tensors.items() if "embed" not in n and "lm_head" not in n}, under: model.lm_head.weight.data})
+    edited(
+        tmp_path,
+        {
+            **{n: v for n, v in tensors.items() if "embed" not in n and "lm_head" not in n},
+            under: model.lm_head.weight.data,
+        },
+    )
     other = build(tiny("mixtral", tie_word_embeddings=True), seed=6)
     load_pretrained(other, tmp_path)
     assert_same(other, model)
