@@ -168,8 +168,7 @@ def _bytes_to_read(plan: Plan, files: WeightFiles) -> int:
     total = 0
     for target in plan.targets:
         part = range_of(target.tensor)
-        item = max((files.tensors[each.name].nbytes // each.block.numel for each in target.parts), default=0)
-        total += (part.stop - part.start) * item
+        total += (part.stop - part.start) * max(files.tensors[each.name].itemsize for each in target.parts)
     return total
 
 

@@ -55,6 +55,11 @@ class StoredTensor:
     shape: tuple[int, ...]
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return _BITS[self.dtype] // 8
+
+    @property
     def nbytes(self) -> int:
         """Its bytes in the file."""
         return math.prod(self.shape) * _BITS[self.dtype] // 8

@@ -313,8 +313,10 @@ class FileNames:
                 shape = self._whole[renamed]
                 parts[renamed].append(FilePart(name, Block.of_all(shape), shape))
             else:
-                index = self._index(name, pattern, others)
-                if index is not None:
+                index = self._index(name, pattern)
+                if index is None or index in lists[renamed][pattern]:
+                    others[name] = renamed
+                else:
                     lists[renamed][pattern][index] = name
         for target, by_pattern in lists.items():
             for (pattern, index), part in self._list(target, self._converter_of[next(iter(by_pattern))]).items():
@@ -333,9 +335,11 @@ class FileNames:
         Returns:
             The tensors in the files that it is made of.
         """
+        from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange, apply_converters, apply_renamings
 
-        kept = [r for r in reversed(self._own_rules()) if not isinstance(r, PrefixChange)]
+        own = get_model_conversion_mapping(self._model, add_legacy=False)
+        kept = [rule for rule in reversed(own) if not isinstance(rule, PrefixChange)]
         reverse = [rule.reverse_transform() for rule in kept]
         converters = [rule for rule in reverse if hasattr(rule, "operations")]
         renamings = [rule for rule in reverse if not hasattr(rule, "operations")]
@@ -352,22 +356,12 @@ class FileNames:
             saved.append(replace(part, name=apply_renamings(each, renamings)))
         return saved
 
-    def _own_rules(self) -> list[Any]:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-
-        rules: list[Any] = get_model_conversion_mapping(self._model, add_legacy=False)
-        return rules
-
-    def _index(self, name: str, pattern: str, others: dict[str, str]) -> int | None:
+    def _index(self, name: str, pattern: str) -> int | None:
         """Which of the list a file's tensor is, by the number where the pattern has its star."""
         from transformers.core_model_loading import apply_renamings
 
-        renamed = apply_renamings(name, self._renamings)
-        found = re.search(pattern.replace("*.", r"(\d+)\."), renamed)
-        if found is None:
-            others[name] = renamed
-            return None
-        return int(found[1]) if found.re.groups else 0
+        found = re.search(pattern.replace("*.", r"(\d+)\."), apply_renamings(name, self._renamings))
+        return None if found is None else int(found[1]) if found.re.groups else 0
 
     def _list(self, target: str, converter: Any) -> dict[tuple[str, int], FilePart]:
         """The parts that a converter stacks, and joins, to one tensor: by pattern and number."""

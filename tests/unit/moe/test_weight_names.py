@@ -12,8 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from lightning_zero3.config import SetupError
 from lightning_zero3.moe.build import build_from_config
 from lightning_zero3.moe.load import UnfitWeightsError, load_pretrained
+from lightning_zero3.moe.own_part import NotWritableError
 from lightning_zero3.moe.safetensors_files import SINGLE
 from lightning_zero3.moe.weight_names import FileNames, held_tensors
 from lightning_zero3.moe.weight_plan import COMPUTED, IGNORED, OTHER_MODALITIES, PREDICTION, TIED
@@ -194,6 +196,38 @@ def test_buffers_that_are_computed_and_names_that_transformers_ignores(tmp_path)
     assert skipped == {COMPUTED: ("model.rotary_emb.inv_freq",), PREDICTION: ("model.layers.92.x",)}
     assert_same(other, model)
     assert IGNORED not in skipped
+
+
+def test_an_expert_under_two_names_is_refused(tmp_path):
+    model = build(tiny("qwen3"), seed=5)
+    tensors = saved(model, tmp_path)
+    # Transformers takes names without the base model's prefix too.
+    edited(tmp_path, {**tensors, "layers.0.mlp.experts.0.up_proj.weight": torch.ones(16, 32)})
+    with pytest.raises(UnfitWeightsError, match=r"unexpected: (model\.)?layers\.0\.mlp\.experts\.0\.up_proj"):
+        load_pretrained(build(tiny("qwen3"), seed=6), tmp_path)
+
+
+def test_a_bar_on_a_terminal_and_nothing_elsewhere(tmp_path, monkeypatch, capsys):
+    model = build(tiny("mixtral"), seed=5)
+    model.save_pretrained(tmp_path)
+    capsys.readouterr()
+    load_pretrained(model, tmp_path)
+    assert "Loading weights" not in capsys.readouterr().err
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    load_pretrained(model, tmp_path)
+    assert "Loading weights" in capsys.readouterr().err
+
+
+def test_models_without_values_and_modules_without_models(tmp_path):
+    build(tiny("mixtral"), seed=5).save_pretrained(tmp_path)
+    with torch.device("meta"):
+        meta = FAMILIES["mixtral"][1](tiny("mixtral"))
+    with pytest.raises(NotWritableError, match="on meta"):
+        load_pretrained(meta, tmp_path)
+    two = torch.nn.ModuleList([build(tiny("mixtral")), build(tiny("mixtral"))])
+    with pytest.raises(SetupError, match=r"0 \(MixtralForCausalLM\), 1 \(MixtralForCausalLM\)"):
+        load_pretrained(two, tmp_path)
+    load_pretrained(two[1], tmp_path)
 
 
 def test_quantized_weights_are_refused(tmp_path):
