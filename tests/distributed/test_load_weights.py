@@ -16,6 +16,8 @@ from lightning_zero3.moe.build import build_from_config
 from lightning_zero3.moe.load import LoadReport, load_pretrained
 from lightning_zero3.moe.safetensors_files import SINGLE
 from lightning_zero3.topology import Topology
+from tests.engines import PRECISIONS
+from tests.engines import build as build_engine
 from tests.fits import Language, Sentences, fit, optimizer_of
 from tests.models import FAMILIES, build, tiny
 
@@ -232,32 +234,65 @@ def test_ranks_must_see_the_same_files(ranks, checkpoint):
     assert all("sees other files" in message and unchanged for message, unchanged in seen)
 
 
-def into_frozen_and_stock(folder: str) -> tuple[list[bool], str]:
-    """A frozen weight has no master; an optimizer that isn't ours has some that can't be reached."""
-    import deepspeed
+ENGINES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "masters of 32 bits on the host": {"bf16": {"enabled": True}, "zero": {"offload_optimizer": {"device": "cpu"}}},
+    "weights on the host": {"zero": {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}},
+    "bf16 masters": PRECISIONS["bf16 masters"],
+    "a second partition": {"zero": {"zero_hpz_partition_size": 2}},
+}
 
-    from tests.engines import build as build_engine
 
-    same = []
-    for stock in (False, True):
-        model = build(tiny("mixtral"), seed=8)
-        model.model.norm.weight.requires_grad_(False)
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        engine = build_engine(model, stock=stock, optimizer=torch.optim.AdamW(trained, lr=1e-3))
-        if stock:
-            with pytest.raises(SetupError, match="not zero3_fast's") as refusal:
-                load_pretrained(model, folder)
-            engine.destroy()
-            return same, str(refusal.value)
+def into_engine(folder: str, options: dict[str, Any]) -> list[str]:
+    """Load after a forward, which has left gathered weights and copies of partitions behind."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    model = build(tiny("mixtral"), seed=8)
+    model.model.norm.weight.requires_grad_(False)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine = build_engine(model, optimizer=torch.optim.AdamW(trained, lr=0.0, weight_decay=0.0), **options)
+    ids = torch.arange(20).reshape(2, 10)
+    with torch.no_grad():
+        engine(input_ids=ids)
         load_pretrained(engine.module, folder)
-        reference = FAMILIES["mixtral"][1].from_pretrained(folder).state_dict()
-        with deepspeed.zero.GatheredParameters(list(model.parameters())):
-            same = [torch.equal(value, reference[name]) for name, value in model.named_parameters()]
-        engine.destroy()
-    raise AssertionError("unreachable")
+        logits = engine(input_ids=ids).logits.float()
+    dtype = next(model.parameters()).dtype
+    reference = FAMILIES["mixtral"][1].from_pretrained(folder)
+    different = []
+    for name, whole in reference.named_parameters():
+        # A frozen weight has no master.
+        master = safe_get_full_fp32_param(model.get_parameter(name)) if "model.norm." not in name else None
+        digits = torch.bfloat16 if options == PRECISIONS["bf16 masters"] else torch.float32
+        if master is not None and not torch.equal(master.float(), whole.to(digits).float()):
+            different.append(f"master {name}")
+    engine.backward(engine(input_ids=ids, labels=ids).loss)
+    engine.step()
+    with torch.no_grad():
+        after = engine(input_ids=ids).logits.float()
+        theirs = reference.to(dtype)(input_ids=ids).logits.float()
+    engine.destroy()
+    # A step at a rate of zero changes nothing where masters have been loaded too.
+    for what, seen in (("logits", logits), ("logits after a step", after)):
+        if not torch.allclose(seen, theirs, atol=1e-5 if dtype == torch.float32 else 0.1):
+            different.append(f"{what}: {(seen - theirs).abs().max()}")
+    return different
 
 
-def test_frozen_weights_and_an_optimizer_that_is_not_ours(ranks, checkpoint):
-    for same, message in ranks(2).run(into_frozen_and_stock, checkpoint("mixtral")):
-        assert all(same)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_masters_and_copies_follow(ranks, checkpoint, engine):
+    for different in ranks(2).run(into_engine, checkpoint("mixtral"), ENGINES[engine]):
+        assert different == []
+
+
+def into_stock(folder: str) -> str:
+    model = build(tiny("mixtral"), seed=8)
+    engine = build_engine(model, stock=True)
+    with pytest.raises(SetupError, match="not zero3_fast's") as refusal:
+        load_pretrained(model, folder)
+    engine.destroy()
+    return str(refusal.value)
+
+
+def test_masters_of_another_optimizer_are_out_of_reach(ranks, checkpoint):
+    for message in ranks(2).run(into_stock, checkpoint("mixtral")):
         assert "configure_model" in message
