@@ -4,9 +4,9 @@
 
 A GLM-4.5 of the given sizes is saved in bf16, in shards, each expert apart as the published checkpoints have them. Then
 it is loaded under ``zero.Init`` in fresh processes: by ``from_pretrained`` with a live ``HfDeepSpeedConfig``, and by
-``build_from_config(weights=...)``. Both end with the same partitions, which is checked. Memory is the kernel's high-water
-mark of resident pages beyond those before, with what was freed given back at once; tensors are the most bytes of tensor
-storages that lived at once, mapped files included. Bytes read are, for ours, what the reader counts; for
+``build_from_config(weights=...)``. Both end with the same partitions, which is checked. Memory is the kernel's
+high-water mark of resident pages beyond those before, with what was freed given back at once; tensors are the most bytes
+of tensor storages that lived at once, mapped files included. Bytes read are, for ours, what the reader counts; for
 ``from_pretrained``, which maps files and keeps them mapped, the pages of files that became resident.
 """
 
@@ -121,7 +121,7 @@ def counted(run: Callable[[], Any]) -> tuple[Any, int]:
         original(files, folder)
         made.append(files)
 
-    WeightFiles.__init__ = remember  # type: ignore[method-assign]
+    WeightFiles.__init__ = remember  # type: ignore[method-assign, assignment]
     result = run()
     WeightFiles.__init__ = original  # type: ignore[method-assign]
     return result, sum(files.bytes_read for files in made)
@@ -184,11 +184,16 @@ def main() -> None:
         from transformers import Glm4MoeForCausalLM
 
         torch.manual_seed(0)
-        for path, sizes in ((folder, (options.width, options.layers, options.experts)), (f"{folder}/small", (16, 2, 4))):
+        for path, sizes in (
+            (folder, (options.width, options.layers, options.experts)),
+            (f"{folder}/small", (16, 2, 4)),
+        ):
             Glm4MoeForCausalLM(config_of(*sizes)).to(torch.bfloat16).save_pretrained(path, max_shard_size="100MB")
         report["stored_mib"] = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors")) / MIB
         print(f"{report['stored_mib']:,.0f} MiB of bf16 in files; per rank, MiB")
-        print(f"{'ranks':>5} {'rank':>4} {'':16} {'share':>8} {'read':>8} {'tensors':>8} {'resident':>9} {'seconds':>8}")
+        print(
+            f"{'ranks':>5} {'rank':>4} {'':16} {'share':>8} {'read':>8} {'tensors':>8} {'resident':>9} {'seconds':>8}"
+        )
         for ranks in options.ranks:
             checks = {}
             for arm in ARMS:

@@ -53,7 +53,9 @@ class LoadReport:
         rest = [f"{len(names)} skipped ({why})" for why, names in self.skipped.items()]
         if self.kept:
             rest.append(f"{len(self.kept)} kept as they were")
-        done = f"{len(self.loaded)} tensors loaded, {self.bytes_read / 2**20:,.1f} of {self.bytes_stored / 2**20:,.1f} MiB"
+        done = (
+            f"{len(self.loaded)} tensors loaded, {self.bytes_read / 2**20:,.1f} of {self.bytes_stored / 2**20:,.1f} MiB"
+        )
         return "; ".join([f"{done} read by this rank in {self.seconds:.1f} s", *rest])
 
 

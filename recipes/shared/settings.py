@@ -80,8 +80,8 @@ class Settings(Zero3Options):
             last complete one in output, or from the start where there's none. PATH: that one, or a run's last one.
         timeout_seconds: How long a rank waits for the others in a collective, before it ends with an error.
         seed: For weights and the order of the data.
-        weights: Start from a Hugging Face checkpoint: a folder of safetensors, whose weights each rank reads its part of;
-            null for random weights. Layers that --layers leaves out are skipped.
+        weights: Start from a Hugging Face checkpoint: a folder of safetensors, of which each rank reads its part; null
+            for random weights. Layers that --layers leaves out are skipped.
         expert_parallel_size: Ranks that share one set of experts; null for the largest number that divides both ranks
             and experts.
 
