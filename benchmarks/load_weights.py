@@ -6,8 +6,8 @@ A GLM-4.5 of the given sizes is saved in bf16, in shards, each expert apart as t
 it is loaded under ``zero.Init`` in fresh processes: by ``from_pretrained`` with a live ``HfDeepSpeedConfig``, and by
 ``build_from_config(weights=...)``. Both end with the same partitions, which is checked. Memory is the kernel's
 high-water mark of resident pages beyond those before, with what was freed given back at once; tensors are the most
-bytes of tensor storages that lived at once, mapped files included. Bytes read are, for ours, what the reader counts; for
-``from_pretrained``, which maps files and keeps them mapped, the pages of files that became resident.
+bytes of tensor storages that lived at once, mapped files included. Bytes read are, for ours, what the reader counts;
+for ``from_pretrained``, which maps files and keeps them mapped, the pages of files that became resident.
 """
 
 from __future__ import annotations
