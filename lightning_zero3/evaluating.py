@@ -18,6 +18,7 @@ from lightning_zero3 import engine_end
 from lightning_zero3.checkpoints import loading
 from lightning_zero3.checkpoints.sharded_weights import client_state
 from lightning_zero3.config import SetupError, Zero3Options
+from lightning_zero3.moe import parallel_layers
 from lightning_zero3.moe.generation import ranks_in_step
 from lightning_zero3.topology import Topology
 
@@ -32,10 +33,14 @@ class EvaluatingStrategy(_Strategy):
 
     options: Zero3Options
     upstream: ClassVar[type[Any]]
-    parallel_layout: Topology
     # The engine that this strategy has set up, or goes on using.
     _mine: Any = None
     _while_set_up: ExitStack | None = None
+
+    @property
+    def _layout(self) -> Topology:
+        assert isinstance(self.config, dict)
+        return parallel_layers.topology_of(self.config, self.world_size)
 
     def setup(self, trainer: Any) -> None:
         """As Lightning's; an engine of another module, from an earlier run of this Trainer, is given up.
@@ -95,13 +100,13 @@ class EvaluatingStrategy(_Strategy):
                 checkpoint_path,
                 load_lr_scheduler_states=False,
                 load_module_strict=module.strict_loading,
-                layout=self.parallel_layout,
+                layout=self._layout,
                 trust=trust,
             )
             return state
         place = loading.find_together(checkpoint_path)
         strict = module.strict_loading
-        model = loading.read_weights(module, place, self.parallel_layout, self.global_rank, strict=strict, trust=trust)
+        model = loading.read_weights(module, place, self._layout, self.global_rank, strict=strict, trust=trust)
         return client_state(model)
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from lightning_zero3.checkpoints import unpickling
 from lightning_zero3.checkpoints.manifest import DamagedCheckpointError
 from lightning_zero3.checkpoints.places import MODEL, OPTIMIZER, Place, UnfitCheckpointError
-from lightning_zero3.optimizer.edits import KeepEdits
+from lightning_zero3.moe.own_part import own_part
 from lightning_zero3.topology import Topology
 
 # What DeepSpeed's files hold for itself; all other entries are Lightning's.
@@ -92,7 +92,8 @@ class ShardedWeights:
     def apply(self) -> None:
         """Give the module's partitions, its buffers, and masters where there are any, the files' values."""
         for _, parameter, source in self._partitions:
-            _set_partition(parameter, source.partition_for(parameter))
+            with own_part(parameter) as part:
+                part.fill(source.partition_for(parameter))
         _load_all_but_parameters(self._module, self._beside)
 
 
@@ -295,19 +296,6 @@ def _check_names(
             f"The weights of {files.model_file} aren't those of {type(module).__name__}: {'; '.join(parts)}. "
             "With `strict_loading = False` on the LightningModule what both have is loaded."
         )
-
-
-@torch.no_grad()
-def _set_partition(parameter: Any, values: torch.Tensor) -> None:
-    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
-    if parameter.ds_status == ZeroParamStatus.AVAILABLE:
-        parameter.partition()  # a copy that lies around gathered would be used further
-    parameter.ds_tensor.copy_(values)
-    optimizer = getattr(parameter, "_z3_optimizer", None)
-    if isinstance(optimizer, KeepEdits) and optimizer.is_optimized(parameter):
-        with optimizer._master_of(parameter) as master:
-            master.copy_(values)
 
 
 def _load_all_but_parameters(module: nn.Module, values: dict[str, Any]) -> None:

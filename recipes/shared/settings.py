@@ -94,6 +94,8 @@ class Settings(Zero3Options):
         ab_rounds: How often, for A B, B A, A B and so on. With 2 or more, runs of one arm tell how large noise is.
         timeout_seconds: How long a rank waits for the others in a collective, before it ends with an error.
         seed: For weights and the order of the data.
+        weights: Start from a Hugging Face checkpoint: a folder of safetensors, of which each rank reads its part; null
+            for random weights. Layers that --layers leaves out are skipped.
         expert_parallel_size: Ranks that share one set of experts; null for the largest number that divides both ranks
             and experts.
 
@@ -133,6 +135,7 @@ class Settings(Zero3Options):
     ab_rounds: int = 2
     timeout_seconds: int = 1800
     seed: int = 0
+    weights: str | None = None
 
     def __post_init__(self) -> None:
         """Check ranges, and options against each other."""
