@@ -30,6 +30,7 @@ if TYPE_CHECKING or not _FOR_THE_DOCTOR:
     from lightning_zero3.refusals import UnsupportedFeatureError
     from lightning_zero3.registries import register_in_other_packages
     from lightning_zero3.same_batches import UnequalBatchesError
+    from lightning_zero3.save_hugging_face import SaveHuggingFace
     from lightning_zero3.strategy import Zero3FastStrategy
 
     Zero3FastStrategy.register_strategies(StrategyRegistry)
@@ -45,6 +46,7 @@ __all__ = [
     "DamagedCheckpointError",
     "FastStage3Optimizer",
     "PeerBatchesError",
+    "SaveHuggingFace",
     "UnequalBatchesError",
     "UnsupportedFeatureError",
     "Zero3FastFabricStrategy",

@@ -17,11 +17,12 @@ from lightning_zero3.config import SetupError
 COMMANDS = {
     "compare": "lightning_zero3.compare.command:compare",
     "doctor": "lightning_zero3.doctor.command:doctor",
+    "export": "lightning_zero3.export_command:export",
     "plan": "lightning_zero3.plan.command:plan",
 }
 
 # What may be given without its option's name, in this order.
-POSITIONS = {"compare": ("a", "b")}
+POSITIONS = {"compare": ("a", "b"), "export": ("checkpoint", "out")}
 _BOOLS = frozenset({"true", "false", "yes", "no"})
 
 
@@ -63,6 +64,9 @@ def _as_parsed(given: Sequence[str], commands: Mapping[str, Callable[..., int]])
     >>> def compare(a: list[str], b: list[str], json: bool = False) -> int: ...
     >>> _as_parsed(["compare", "--json", "one", "two", "--b", "three", "four"], {"compare": compare})
     ['compare', '--json=true', '--a=["one"]', '--b=["two", "three", "four"]']
+    >>> def export(checkpoint: str, out: str, json: bool = False) -> int: ...
+    >>> _as_parsed(["export", "one", "two", "--json"], {"export": export})
+    ['export', '--checkpoint=one', '--out=two', '--json=true']
     """
     command = commands.get(given[0]) if given else None
     hints = get_type_hints(command) if command is not None else {}
@@ -76,6 +80,8 @@ def _as_parsed(given: Sequence[str], commands: Mapping[str, Callable[..., int]])
             place = next(places, None)
             if place is None:
                 parsed.append(name + equals + value)
+            elif list[str] not in (hints.get(place), *get_args(hints.get(place))):
+                parsed.append(f"--{place}={name}{equals}{value}")
             else:
                 lists.setdefault(place, []).append(name + equals + value)
             continue

@@ -175,14 +175,14 @@ def read_weights(
         verified, facts = True, []
         # Each file is looked at by one rank, whoever reads it afterwards.
         for model_file, optimizer_file in files.to_verify:
-            verified = _verify(place, [model_file, optimizer_file]) and verified
-            with _as_known(optimizer_file):
+            verified = verify(place, [model_file, optimizer_file]) and verified
+            with as_known(optimizer_file):
                 facts += shards.facts(shards.open_shard(model_file, optimizer_file, trust=trust))
-        with _as_known(files.model_file):
+        with as_known(files.model_file):
             weights.append(load_sharded(module, files, strict=strict, trust=trust))
         return verified, facts
 
-    _judge(place, together(look))
+    judge(place, together(look))
     (found,) = weights
     found.apply()
     # What goes on living mustn't lie in a file that somebody may write to.
@@ -220,8 +220,8 @@ def _look_at_own(
         files = list(fitness.own_files(engine, place))
         swapped = fitness.swapped_files(engine, place)
         more = [] if swapped is None else [path for path in swapped.rglob("*") if path.is_file()]
-        verified = _verify(place, files, more)
-        with _as_known(files[0]):
+        verified = verify(place, files, more)
+        with as_known(files[0]):
             shard = shards.open_shard(files[0], files[1], trust=trust)
             fitness.require_fit(engine, shard)
             fitness.require_entries(shard, needs)
@@ -230,7 +230,7 @@ def _look_at_own(
                 fitness.require_same_names(engine.module, shard, left_out)
             return verified, shards.facts(shard)
 
-    _judge(place, together(look))
+    judge(place, together(look))
     if left_out:
         rank_zero_warn(
             f"The checkpoint was saved without frozen parameters; {len(left_out)} stay as they are: "
@@ -256,7 +256,7 @@ def _look_at_universal(load_dir: Any, tag: Any, layout: Topology, trust: bool) -
     return place
 
 
-def _verify(place: Place, files: list[Path], more: list[Path] | None = None) -> bool:
+def verify(place: Place, files: list[Path], more: list[Path] | None = None) -> bool:
     """By the manifest if there is one for this tag, and whether there was; else by the sums inside the files."""
     known = manifest.read(place.folder)
     if known is not None and (known.tag == place.tag or "latest" in known.files):
@@ -272,7 +272,7 @@ def _verify(place: Place, files: list[Path], more: list[Path] | None = None) -> 
 
 
 @contextmanager
-def _as_known(path: Path) -> Iterator[None]:
+def as_known(path: Path) -> Iterator[None]:
     """What isn't laid out as DeepSpeed's files are fails somewhere in here, in one way or another."""
     try:
         yield
@@ -282,7 +282,7 @@ def _as_known(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _judge(place: Place, answers: list[tuple[bool, list[Any]]]) -> None:
+def judge(place: Place, answers: list[tuple[bool, list[Any]]]) -> None:
     """The same on all ranks: from what all have seen."""
     facts = [each for _, own in answers for each in own]
     shards.check_alike(facts, place.shards)

@@ -117,6 +117,50 @@ def own_part(tensor: Any) -> Iterator[OwnPart]:
         yield OwnPart(part.shape, part.start, part.stop, (weights,) if alias else (weights, master))
 
 
+@torch.no_grad()
+def own_values(tensor: Any) -> torch.Tensor:
+    """What this rank holds of a tensor, copied to the host: the master's digits where there is one.
+
+    Nothing is gathered or changed, so it may be called between any two steps.
+
+    Args:
+        tensor: A parameter or buffer.
+
+    Returns:
+        The elements of :func:`range_of`, 1-d.
+
+    Raises:
+        NotWritableError: As :func:`range_of`.
+    """
+    part = range_of(tensor)
+    if not hasattr(tensor, "ds_id"):
+        return tensor.detach().reshape(-1).to("cpu", copy=True)
+    optimizer: Any = getattr(tensor, "_z3_optimizer", None)
+    if hasattr(optimizer, "master_of") and optimizer.is_optimized(tensor):
+        with optimizer.master_of(tensor) as master:
+            return master[: part.stop - part.start].to("cpu", copy=True)
+    return tensor.ds_tensor.detach()[: part.stop - part.start].to("cpu", copy=True)
+
+
+def require_readable(tensor: Any, *, masters: bool) -> None:
+    """Refuse a parameter of which :func:`own_values` doesn't give the digits that are wanted.
+
+    Args:
+        tensor: A parameter or buffer.
+        masters: Whether the weights' own digits aren't enough.
+
+    Raises:
+        SetupError: Its master is wanted, and its engine's optimizer is upstream's own.
+    """
+    optimizer: Any = getattr(tensor, "_z3_optimizer", None)
+    trained = hasattr(tensor, "ds_id") and optimizer is not None and tensor.requires_grad
+    if masters and trained and not hasattr(optimizer, "master_of") and tensor.ds_tensor.dtype != torch.float32:
+        raise SetupError(
+            f"The engine's optimizer is {type(optimizer).__name__}, not zero3_fast's, and its masters can't be reached."
+            " Export the weights in 16 bits, or from a checkpoint (lightning-zero3 export)."
+        )
+
+
 def require_masters_in_reach(tensor: Any) -> None:
     """Refuse a parameter whose master :func:`own_part` can't write to.
 

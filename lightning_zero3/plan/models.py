@@ -77,8 +77,8 @@ def _of_folder(folder: Path, layers: int | None) -> PlannedModel:
         fields = json.loads(text)
     except ValueError as error:
         raise SetupError(f"--model {folder}: {where} isn't JSON: {error}.") from error
-    config = _config_of(fields, where)
-    model_class = _class_for(config, str(where))
+    config = config_of(fields, where)
+    model_class = class_for(config, str(where))
     title = f"{folder.resolve().name}, {_said(layers, config.num_hidden_layers)}"
     return PlannedModel(title, model_class, _cut(config, layers))
 
@@ -98,7 +98,16 @@ def _cut(config: Any, layers: int | None) -> Any:
     return cut
 
 
-def _config_of(fields: Any, where: Path) -> Any:
+def config_of(fields: Any, where: Path) -> Any:
+    """The config of the text model that a config.json describes.
+
+    Args:
+        fields: Its content.
+        where: What messages call it.
+
+    Raises:
+        SetupError: It isn't one, or Transformers refuses it.
+    """
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -138,7 +147,16 @@ def _require_fields(config: Any, fields: dict[str, Any], where: Path) -> None:
         raise SetupError(f"{where}: {shape.experts_per_token} of {shape.experts} experts can't see a token.")
 
 
-def _class_for(config: Any, where: str) -> type[Any]:
+def class_for(config: Any, where: str) -> type[Any]:
+    """Transformers' class for causal language modelling with such a config.
+
+    Args:
+        config: A config.
+        where: What messages call it.
+
+    Raises:
+        SetupError: There is none.
+    """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:

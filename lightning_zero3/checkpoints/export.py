@@ -1,0 +1,191 @@
+"""A sharded checkpoint into a Hugging Face folder, in one process, whatever number of ranks has saved it.
+
+DeepSpeed's ``zero_to_fp32`` refuses experts that are shared out, and knows nothing of slices. Here each tensor of
+Transformers' model is put together from the files of all ranks, which are mapped into memory, and written before the
+next one is.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_zero3.checkpoints import commit, loading, shards
+from lightning_zero3.checkpoints.manifest import DamagedCheckpointError
+from lightning_zero3.checkpoints.places import MODEL, OPTIMIZER, Place, UnfitCheckpointError, find
+from lightning_zero3.checkpoints.saved_layout import SavedLayout
+from lightning_zero3.checkpoints.shards import Shard
+from lightning_zero3.moe.export import ExportReport, finish, require_folders, write_parts
+from lightning_zero3.moe.export_contents import Contents, contents_of, sources_of
+from lightning_zero3.moe.export_folder import ExportFolder, require_free
+from lightning_zero3.moe.safetensors_files import WeightFiles
+from lightning_zero3.moe.weight_names import LayerNames, held_tensors, of_layers
+from lightning_zero3.moe.weight_pieces import Held, Piece, covering
+
+_FILE = re.compile(rf"zero_pp_rank_(\d+)_mp_rank_(\d+){re.escape(MODEL)}")
+_LISTED = 5
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A piece, and its values in a mapped file."""
+
+    piece: Piece
+    values: torch.Tensor
+
+
+def export_checkpoint(
+    checkpoint: str | Path,
+    out: str | Path,
+    model: Any,
+    *,
+    dtype: str = "fp32",
+    max_shard_size: int | str = "5GB",
+    base: str | Path | None = None,
+    copied_from: Sequence[Path] = (),
+    overwrite: bool = False,
+    trust: bool = False,
+) -> ExportReport:
+    """Write a checkpoint's weights as ``save_pretrained`` of Transformers' own model would.
+
+    Args:
+        checkpoint: A checkpoint of ZeRO stage 3, of this package's strategies or of stock's.
+        out: The folder that is written.
+        model: Transformers' model as its config builds it, on the meta device: its names and shapes are what is needed.
+        dtype: ``"fp32"`` for the masters, ``"bf16"`` or ``"fp16"`` for them rounded.
+        max_shard_size: The most bytes of a file.
+        base: The folder that the model was loaded from, whose other tensors, names and config are taken over.
+        copied_from: Folders whose tokenizer files and generation_config.json are copied; the first that has one counts.
+        overwrite: Whether an earlier export at the path is replaced.
+        trust: Whether what is in the checkpoint's files may be run.
+
+    Returns:
+        What was written.
+
+    Raises:
+        NoCheckpointError: There is no checkpoint.
+        DamagedCheckpointError: A file of it isn't what was saved.
+        UntrustedCheckpointError: A file holds something that would have to be run to be read.
+        UnfitCheckpointError: It isn't one of this model.
+        SetupError: It can't be written as asked.
+    """
+    began = time.perf_counter()
+    require_folders(base, *copied_from)
+    require_free(Path(out), overwrite=overwrite)
+    base_files = None if base is None else WeightFiles(base)
+    tensors = {name: (held.name, held.whole, tensor) for name, (tensor, held) in held_tensors(model).items()}
+    contents = contents_of(model, sources_of(tensors), dtype, base_files)
+    place = find(commit.survivor(Path(checkpoint)))
+    held = _held(place, contents, model, trust)
+    plan = [
+        covering(output.source.names[0], output.source.shape, held[output.source.names[0]])
+        for output in contents.outputs
+    ]
+    folder = ExportFolder(Path(out), contents.tensors(base_files), max_shard_size)
+    try:
+        for output, parts in zip(contents.outputs, plan, strict=True):
+            kept = parts[0].where.values.dtype
+            whole = torch.empty(output.source.shape, dtype=kept)
+            for each in parts:
+                each.piece.place(each.where.values, whole)
+            write_parts(folder, output, whole)
+        folders = [*copied_from, *([] if base is None else [Path(base)])]
+        return finish(folder, model, contents, base_files, folders, dtype, began)
+    except BaseException:
+        folder.abandon()
+        raise
+
+
+def _held(place: Place, contents: Contents, model: Any, trust: bool) -> dict[str, list[Held[_Part]]]:
+    """All that the files hold of each tensor, by its first name."""
+    every = dict(_open(place, trust))
+    shapes = {name: output.source.shape for output in contents.outputs for name in output.source.names}
+    first = {name: output.source.names[0] for output in contents.outputs for name in output.source.names}
+    layers = LayerNames.like(shapes)
+    with loading.as_known(place.shards):
+        layout = SavedLayout(every, place.shards)
+        buffers = {name for shard in every.values() for name in shard.model.get("buffer_names") or ()}
+        known = {of_layers(name, layers)[0] for name in (*layout.names, *buffers)}
+        prefix = _prefix(known, shapes, place, type(model).__name__)
+        found: dict[str, list[Held[_Part]]] = defaultdict(list)
+        for rank in every:
+            for name, local, start, values in layout.parameters(rank):
+                theirs, expert = of_layers(name, layers)
+                theirs = theirs.removeprefix(prefix) if theirs.startswith(prefix) else ""
+                if theirs not in shapes:
+                    continue
+                blocks = layout.blocks(rank, name, local, shapes[theirs], expert)
+                stop = min(start + values.numel(), torch.Size(local).numel())
+                piece = Piece(tuple(local), min(start, stop), stop, blocks)
+                found[first[theirs]].append(Held(_Part(piece, values), piece))
+            for name, values in layout.buffers(rank):
+                theirs = of_layers(name, layers)[0]
+                theirs = theirs.removeprefix(prefix) if theirs.startswith(prefix) else ""
+                if theirs in shapes:
+                    shape = tuple(values.shape)
+                    piece = Piece(shape, 0, values.numel(), layout.whole(name, shape, shapes[theirs]))
+                    found[first[theirs]].append(Held(_Part(piece, values.reshape(-1)), piece))
+    missing = [output.source.names[0] for output in contents.outputs if not found[output.source.names[0]]]
+    if missing:
+        raise UnfitCheckpointError(
+            f"{place.shards} isn't of this {type(model).__name__}, or was saved without frozen parameters. It lacks "
+            f"{', '.join(missing[:_LISTED])}{f' and {len(missing) - _LISTED} more' * (len(missing) > _LISTED)}."
+        )
+    return found
+
+
+def _prefix(known: set[str], shapes: Mapping[str, Any], place: Place, model: str) -> str:
+    """Where the module that was trained has the model."""
+    longest = max(shapes, key=lambda name: (name.count("."), name))
+    prefixes = sorted({name.removesuffix(longest) for name in known if name.endswith(longest)})
+    fitting = [each for each in prefixes if each == "" or each.endswith(".")]
+    counts = {each: sum(each + name in known for name in shapes) for each in fitting}
+    if not counts:
+        raise UnfitCheckpointError(
+            f"{place.shards} isn't of this {model}: nothing in it is called {longest}. It has "
+            f"{', '.join(sorted(known)[:_LISTED])}, and more. Is it the config of the model that was trained?"
+        )
+    best = max(counts.values())
+    chosen = [each for each, count in counts.items() if count == best]
+    if len(chosen) > 1:
+        raise UnfitCheckpointError(f"{place.shards} holds several such models: {', '.join(chosen)}.")
+    return chosen[0]
+
+
+def _open(place: Place, trust: bool) -> Iterator[tuple[tuple[int, int], Shard]]:
+    """Every rank's files, looked at and mapped: data-parallel and tensor-parallel rank → files."""
+    names = {path.name: path for path in place.shards.glob(f"*{MODEL}")}
+    found = {name: _FILE.search(name) for name in names}
+    odd = sorted(name for name, match in found.items() if match is None)
+    if odd:
+        raise UnfitCheckpointError(
+            f"{names[odd[0]]} isn't a file of ZeRO stage 3 with partitioned weights. Give a checkpoint, not a Universal "
+            "Checkpoint or one of another stage."
+        )
+    ranks = {(int(match[1]), int(match[2])): names[name] for name, match in found.items() if match is not None}
+    wanted = {(dp, mp) for dp in range(max(r[0] for r in ranks) + 1) for mp in range(max(r[1] for r in ranks) + 1)}
+    for dp, mp in sorted(wanted - set(ranks)):
+        raise DamagedCheckpointError(f"{place.shards / f'zero_pp_rank_{dp}_mp_rank_{mp:02d}{MODEL}'} is missing.")
+    facts, verified = [], True
+    for rank, path in sorted(ranks.items()):
+        optimizer = path.with_name(path.name.removesuffix(MODEL) + OPTIMIZER)
+        bf16 = optimizer.with_name(f"bf16_{optimizer.name.removeprefix('bf16_')}")
+        optimizer = bf16 if bf16.is_file() else optimizer
+        verified = loading.verify(place, [path, optimizer]) and verified
+        with loading.as_known(optimizer):
+            shard = shards.open_shard(path, optimizer, trust=trust)
+            facts += shards.facts(shard)
+        if shard.model["dp_world_size"] * max(1, shard.model["mp_world_size"]) != len(ranks):
+            raise DamagedCheckpointError(
+                f"{path} is one of {shard.model['dp_world_size'] * max(1, shard.model['mp_world_size'])} ranks' files, "
+                f"and {len(ranks)} are there."
+            )
+        yield rank, shard
+    loading.judge(place, [(verified, facts)])

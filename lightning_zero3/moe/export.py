@@ -1,0 +1,381 @@
+"""A live model, partitioned over ranks in whatever way, into a Hugging Face folder.
+
+Tensor by tensor: each rank sends what it holds of one, and rank 0 puts it together, cuts it into the tensors that files
+have, and writes them. No rank holds more than one tensor of Transformers' model, and rank 0 one shard beside it.
+DeepSpeed's own export refuses experts that are shared out; Transformers' would save the engine's layers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import distributed as dist
+from torch import nn
+
+from lightning_zero3.config import SetupError
+from lightning_zero3.moe.export_contents import Contents, Output, contents_of, precision, sources_of
+from lightning_zero3.moe.export_folder import ExportFolder, NotExportedError, require_free
+from lightning_zero3.moe.hugging_face import find_models
+from lightning_zero3.moe.own_part import own_values, range_of, require_readable
+from lightning_zero3.moe.safetensors_files import WeightFiles
+from lightning_zero3.moe.sharded_build import outside_zero_init
+from lightning_zero3.moe.weight_names import held_tensors
+from lightning_zero3.moe.weight_pieces import Held, Piece, covering
+
+__all__ = ["ExportReport", "NotExportedError", "save_pretrained"]
+
+
+
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What an export has written.
+
+    Args:
+        path: The folder.
+        tensors: How many tensors its files hold.
+        files: Their names.
+        bytes: Of all tensors.
+        dtype: Of the weights.
+        architecture: The model's class, or the base checkpoint's.
+        carried: Names of the tensors that were copied from the base checkpoint.
+        notes: What a user should know.
+        seconds: From the first look to the last rename.
+    """
+
+    path: str
+    tensors: int
+    files: tuple[str, ...]
+    bytes: int
+    dtype: str
+    architecture: str
+    carried: tuple[str, ...]
+    notes: tuple[str, ...]
+    seconds: float
+
+    def __str__(self) -> str:
+        """One line."""
+        carried = f", {len(self.carried)} of them from the base checkpoint" if self.carried else ""
+        done = (
+            f"{self.architecture}: {self.tensors} tensors{carried}, {self.bytes / 2**20:,.1f} MiB of {self.dtype} in "
+            f"{len(self.files)} file{'s' * (len(self.files) != 1)}, written to {self.path} in {self.seconds:.1f} s"
+        )
+        return "; ".join([done, *self.notes])
+
+
+def save_pretrained(
+    module: nn.Module,
+    path: str | Path,
+    *,
+    dtype: str = "fp32",
+    max_shard_size: int | str = "5GB",
+    base: str | Path | None = None,
+    tokenizer: str | Path | None = None,
+    overwrite: bool = False,
+) -> ExportReport | None:
+    """Write a model as ``save_pretrained`` of Transformers' own would, from all ranks; call it on all of them.
+
+    The model may be whole, partitioned by ``zero.Init``, or an engine's, with its experts and layers shared out.
+
+    Args:
+        module: A Hugging Face model, or a module that holds one.
+        path: The folder that is written, on rank 0.
+        dtype: ``"fp32"`` for the masters, ``"bf16"`` or ``"fp16"`` for them rounded.
+        max_shard_size: The most bytes of a file.
+        base: The folder that the model was loaded from, whose other tensors, names and config are taken over. Without
+            it the model's own class is written, for a composite checkpoint's text model the text model alone.
+        tokenizer: A folder whose tokenizer files, and generation_config.json, are copied; by default ``base``.
+        overwrite: Whether an earlier export at the path is replaced.
+
+    Returns:
+        What was written, on rank 0; None elsewhere.
+
+    Raises:
+        SetupError: The model can't be exported, or not to there; on all ranks, before anything is written.
+        NotExportedError: Writing has failed; on all ranks.
+    """
+    began = time.perf_counter()
+    with outside_zero_init(), _ranks() as ranks:
+        mine = ranks.agreed(lambda: _look(module, Path(path), dtype, base, tokenizer, overwrite))
+        everywhere = ranks.gathered({name: each.pieces for name, each in mine.wholes.items()})
+        base_files = None if base is None else WeightFiles(base)
+        plan = ranks.from_first(
+            lambda: {
+                output.source.names[0]: covering(
+                    output.source.names[0],
+                    output.source.shape,
+                    [
+                        Held((rank, name), piece)
+                        for rank, pieces in enumerate(everywhere)
+                        for each in output.source.names
+                        for name, piece in pieces.get(each, {}).items()
+                    ],
+                )
+                for output in mine.contents.outputs
+            }
+        )
+        folders = [Path(each) for each in (tokenizer, base) if each is not None]
+        folder: ExportFolder | None = None
+        report = None
+        try:
+            if ranks.rank == 0:
+                with ranks.noted():
+                    folder = ExportFolder(Path(path), mine.contents.tensors(base_files), max_shard_size)
+            for output in mine.contents.outputs:
+                ranks.go_on()
+                whole = _assemble(output, plan[output.source.names[0]], mine.tensors, ranks)
+                with ranks.noted():
+                    if folder is not None and whole is not None:
+                        write_parts(folder, output, whole)
+            ranks.go_on()
+            with ranks.noted():
+                if folder is not None:
+                    report = finish(folder, mine.model, mine.contents, base_files, folders, dtype, began)
+            ranks.go_on()
+        except BaseException:
+            if folder is not None:
+                folder.abandon()
+            raise
+    if report is not None:
+        rank_zero_info(str(report))
+    return report
+
+
+@dataclass
+class _Whole:
+    pieces: dict[str, Piece]
+
+
+@dataclass
+class _Mine:
+    model: Any
+    contents: Contents
+    wholes: dict[str, _Whole]
+    tensors: dict[str, torch.Tensor]
+
+
+def _look(
+    module: nn.Module,
+    path: Path,
+    dtype: str,
+    base: str | Path | None,
+    tokenizer: str | Path | None,
+    overwrite: bool,
+) -> _Mine:
+    found, _ = find_models(module, lambda _: True)
+    if len(found) != 1:
+        held = ", ".join(f"{name} ({type(model).__name__})" for name, model in found) or "none"
+        raise SetupError(f"{type(module).__name__} holds not one Hugging Face model but {held}. Pass the one to export.")
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
+        require_free(path, overwrite=overwrite)
+    require_folders(tokenizer)
+    model: Any = found[0][1]
+    held_by_name = held_tensors(model)
+    sources = sources_of({name: (held.name, held.whole, t) for name, (t, held) in held_by_name.items()})
+    contents = contents_of(model, sources, dtype, None if base is None else WeightFiles(base))
+    wholes: dict[str, _Whole] = {}
+    for name, (tensor, held) in held_by_name.items():
+        part = range_of(tensor)
+        require_readable(tensor, masters=precision(dtype) == torch.float32)
+        piece = Piece(part.shape, part.start, part.stop, held.blocks)
+        wholes.setdefault(held.name, _Whole({})).pieces[name] = piece
+    return _Mine(model, contents, wholes, {name: tensor for name, (tensor, _) in held_by_name.items()})
+
+
+def require_folders(*paths: str | Path | None) -> None:
+    """Refuse a folder that isn't there.
+
+    Args:
+        *paths: Folders, or None.
+
+    Raises:
+        SetupError: One isn't there.
+    """
+    for path in paths:
+        if path is not None and not Path(path).is_dir():
+            raise SetupError(f"{path} is no folder.")
+
+
+def _assemble(
+    output: Output, held: Sequence[Held[tuple[int, str]]], tensors: Mapping[str, torch.Tensor], ranks: _Ranks
+) -> torch.Tensor | None:
+    """On rank 0 the whole tensor; elsewhere None, when what this rank holds is sent."""
+    kept = output.source.dtype
+    carried = torch.float32 if kept.is_floating_point and kept != torch.float64 else kept
+    whole = torch.empty(output.source.shape, dtype=carried) if ranks.rank == 0 else None
+    for each in held:
+        rank, name = each.where
+        values = None
+        if rank == ranks.rank:
+            values = own_values(tensors[name]).to(carried)
+        values = ranks.sent_to_first(values, rank, each.piece.stop - each.piece.start, carried)
+        if whole is not None:
+            assert values is not None
+            each.piece.place(values, whole)
+    return whole
+
+
+def write_parts(folder: ExportFolder, output: Output, whole: torch.Tensor) -> None:
+    """Cut a tensor of Transformers' model into those that files have, and write them.
+
+    Args:
+        folder: Where to.
+        output: What it is called there.
+        whole: The tensor.
+    """
+    for part in output.parts:
+        box = tuple(slice(b, b + n) for b, n in zip(part.block.here, part.block.size, strict=True))
+        folder.add(part.name, whole[box])
+
+
+def finish(
+    folder: ExportFolder,
+    model: Any,
+    contents: Contents,
+    base: WeightFiles | None,
+    folders: Sequence[Path],
+    dtype: str,
+    began: float,
+) -> ExportReport:
+    """Write what isn't the model's own, and give the folder its name.
+
+    Args:
+        folder: With all of the model's tensors.
+        model: The Hugging Face model.
+        contents: What is in it.
+        base: The base checkpoint.
+        folders: Where tokenizer and generation config may be.
+        dtype: The weights'.
+        began: When, by ``time.perf_counter``.
+    """
+    if base is not None:
+        for name in contents.carried:
+            shape = base.tensors[name].shape
+            folder.add(name, base.read(name, (0,) * len(shape), shape))
+        base.close()
+    folder.write_configs(model, precision(dtype), None if base is None else base.folder, folders)
+    folder.finish()
+    written = type(model).__name__
+    if base is not None:
+        written = next(iter(base.config.get("architectures") or ()), written)
+    return ExportReport(
+        path=str(folder.path),
+        tensors=sum(map(len, folder.files.values())),
+        files=tuple(folder.files),
+        bytes=folder.bytes,
+        dtype=dtype,
+        architecture=written,
+        carried=tuple(contents.carried),
+        notes=_notes(model, base),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _notes(model: Any, base: WeightFiles | None) -> tuple[str, ...]:
+    kind = str(model.config.model_type)
+    if base is None and kind.endswith("_text"):
+        return (
+            f"the text model alone, as {type(model).__name__} ({kind}): give base=DIR for the checkpoint that it came "
+            "from, with its other parts",
+        )
+    return ()
+
+
+class _Ranks:
+    """All ranks, who tell each other over gloo: masters may be on the host, and no device memory is needed."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self.rank, self._size = (0, 1) if group is None else (dist.get_rank(), dist.get_world_size())
+        self._error: Exception | None = None
+
+    def agreed(self, look: Callable[[], Any]) -> Any:
+        """What it returns, or on all ranks an error, where one has one."""
+        error: Exception | None = None
+        result = None
+        try:
+            result = look()
+        except Exception as raised:
+            error = raised
+        messages: list[Any] = [None] * self._size
+        if self._group is not None:
+            dist.all_gather_object(messages, None if error is None else str(error), self._group)
+        if error is not None:
+            raise error
+        for rank, message in enumerate(messages):
+            if message is not None:
+                raise SetupError(f"Rank {rank} can't export, so no rank does. It says: {message}")
+        return result
+
+    def gathered(self, mine: Any) -> list[Any]:
+        """Everybody's, on rank 0; elsewhere nothing."""
+        if self._group is None:
+            return [mine]
+        everywhere: list[Any] | None = [None] * self._size if self.rank == 0 else None
+        dist.gather_object(mine, everywhere, dst=0, group=self._group)
+        return everywhere or []
+
+    def from_first(self, make: Callable[[], Any]) -> Any:
+        """What rank 0 makes, or its error."""
+        with self.noted():
+            made = [make() if self.rank == 0 else None]
+        self.go_on()
+        if self._group is not None:
+            dist.broadcast_object_list(made, src=0, group=self._group)
+        return made[0]
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Keep an error of rank 0's for :meth:`go_on`: the others are about to send."""
+        try:
+            yield
+        except Exception as error:
+            self._error = error
+
+    def go_on(self) -> None:
+        """Raise on all ranks what has failed on rank 0."""
+        said = [None if self._error is None else f"{type(self._error).__name__}: {self._error}"]
+        if self._group is not None:
+            failed = torch.tensor([float(self._error is not None)])
+            dist.broadcast(failed, src=0, group=self._group)
+            if failed.item():
+                dist.broadcast_object_list(said, src=0, group=self._group)
+        if self._error is not None and (isinstance(self._error, SetupError) or self._size == 1):
+            raise self._error
+        if said[0] is not None:
+            raise NotExportedError(f"Nothing was exported. On rank 0: {said[0]}") from self._error
+
+    def sent_to_first(
+        self, values: torch.Tensor | None, rank: int, numel: int, dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """A rank's values, on rank 0."""
+        if rank == 0 or self._group is None:
+            return values
+        if self.rank == rank:
+            assert values is not None
+            dist.send(values, dst=0, group=self._group)
+        if self.rank != 0:
+            return None
+        received = torch.empty(numel, dtype=dtype)
+        dist.recv(received, src=rank, group=self._group)
+        return received
+
+
+@contextmanager
+def _ranks() -> Iterator[_Ranks]:
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        yield _Ranks(None)
+        return
+    group = dist.new_group(backend="gloo")
+    try:
+        yield _Ranks(group)
+    finally:
+        dist.destroy_process_group(group)
