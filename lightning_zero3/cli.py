@@ -23,6 +23,8 @@ COMMANDS = {
 
 # What may be given without its option's name, in this order.
 POSITIONS = {"compare": ("a", "b"), "export": ("checkpoint", "out")}
+# The parser has a `--config` of its own.
+SHORTER = {"export": {"config": "model_config"}}
 _BOOLS = frozenset({"true", "false", "yes", "no"})
 
 
@@ -86,6 +88,7 @@ def _as_parsed(given: Sequence[str], commands: Mapping[str, Callable[..., int]])
                 lists.setdefault(place, []).append(name + equals + value)
             continue
         name = name[2:].replace("-", "_")
+        name = SHORTER.get(given[0], {}).get(name, name)
         kinds = (hints.get(name), *get_args(hints.get(name)))
         if list[str] in kinds:
             values = [value] if equals else list(itertools.takewhile(lambda each: not each.startswith("--"), left))

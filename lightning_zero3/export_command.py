@@ -14,7 +14,7 @@ from lightning_zero3.plan.models import class_for, config_of
 def export(
     checkpoint: str | None = None,
     out: str | None = None,
-    config: str | None = None,
+    model_config: str | None = None,
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
     max_shard_size: str = "5GB",
     base: str | None = None,
@@ -30,8 +30,8 @@ def export(
     Args:
         checkpoint: A folder that the Trainer has saved, or a tag's folder in it.
         out: The folder that is written. It gets this name when it is whole.
-        config: The config.json of the model that was trained, or a folder with it; by default base's. Tokenizer files
-            and generation_config.json in the folder are copied.
+        model_config: The config.json of the model that was trained, or a folder with it; by default base's. Tokenizer
+            files and generation_config.json in the folder are copied. --config is the same.
         dtype: fp32 writes the masters; bf16 and fp16 write them rounded.
         max_shard_size: The most bytes of a file, such as 5GB.
         base: The Hugging Face folder that the model was loaded from: its names, its config, and what of it wasn't
@@ -54,10 +54,10 @@ def export(
 
     if checkpoint is None or out is None:
         raise SetupError("A checkpoint is written to a folder: export CHECKPOINT OUT --config DIR")
-    where = config or base
+    where = model_config or base
     if where is None:
         raise SetupError("--config DIR: the config.json of the model that was trained, or a folder with it; or --base DIR.")
-    given = [Path(each) for each in (tokenizer, config) if each is not None]
+    given = [Path(each) for each in (tokenizer, model_config) if each is not None]
     try:
         report = export_checkpoint(
             checkpoint,

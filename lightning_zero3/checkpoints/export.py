@@ -88,7 +88,9 @@ def export_checkpoint(
         covering(output.source.names[0], output.source.shape, held[output.source.names[0]])
         for output in contents.outputs
     ]
-    folder = ExportFolder(Path(out), contents.tensors(base_files), max_shard_size)
+    folder = ExportFolder(
+        Path(out), contents.tensors(base_files), max_shard_size, parameters=contents.parameters
+    )
     try:
         for output, parts in zip(contents.outputs, plan, strict=True):
             kept = parts[0].where.values.dtype

@@ -128,7 +128,12 @@ def save_pretrained(
         try:
             if ranks.rank == 0:
                 with ranks.noted():
-                    folder = ExportFolder(Path(path), mine.contents.tensors(base_files), max_shard_size)
+                    folder = ExportFolder(
+                        Path(path),
+                        mine.contents.tensors(base_files),
+                        max_shard_size,
+                        parameters=mine.contents.parameters,
+                    )
             for output in mine.contents.outputs:
                 ranks.go_on()
                 whole = _assemble(output, plan[output.source.names[0]], mine.tensors, ranks)

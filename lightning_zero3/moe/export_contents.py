@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping
@@ -66,6 +67,11 @@ class Contents:
     outputs: list[Output]
     carried: list[str] = field(default_factory=list)
     tied: list[str] = field(default_factory=list)
+
+    @property
+    def parameters(self) -> int:
+        """Number of elements of the model's parameters, as an index has it; not of its buffers."""
+        return sum(math.prod(out.source.shape) for out in self.outputs if not out.source.is_buffer)
 
     def tensors(self, base: WeightFiles | None) -> dict[str, tuple[Ints, torch.dtype]]:
         """Every tensor in the files: name → shape and dtype, in the order in which they are written.

@@ -62,6 +62,7 @@ class ExportFolder:
         path: Where it shall be.
         tensors: Name → shape and dtype of everything that will be written, in the order in which it will come.
         max_shard_size: The most bytes of a file, such as ``"5GB"``. A single larger tensor has a file of its own.
+        parameters: Number of the model's parameters, for the index.
 
     Raises:
         NotExportedError: The folder can't be made.
@@ -69,7 +70,12 @@ class ExportFolder:
     """
 
     def __init__(
-        self, path: Path, tensors: Mapping[str, tuple[Ints, torch.dtype]], max_shard_size: int | str = "5GB"
+        self,
+        path: Path,
+        tensors: Mapping[str, tuple[Ints, torch.dtype]],
+        max_shard_size: int | str = "5GB",
+        *,
+        parameters: int,
     ) -> None:
         from huggingface_hub import split_torch_state_dict_into_shards
 
@@ -78,7 +84,7 @@ class ExportFolder:
             split = split_torch_state_dict_into_shards(described, max_shard_size=max_shard_size)
         except ValueError as error:
             raise SetupError(f"max_shard_size={max_shard_size!r}: a number of bytes, or a size as '5GB'.") from error
-        self.path, self._tensors = path, dict(tensors)
+        self.path, self._tensors, self._parameters = path, dict(tensors), parameters
         self.files = dict(split.filename_to_tensors)
         self._file_of = {name: file for file, names in self.files.items() for name in names}
         self._waiting: dict[str, dict[str, torch.Tensor]] = {}
@@ -117,7 +123,7 @@ class ExportFolder:
         if list(self.files) != [SINGLE]:
             index = {
                 "metadata": {
-                    "total_parameters": sum(math.prod(shape) for shape, _ in self._tensors.values()),
+                    "total_parameters": self._parameters,
                     "total_size": self.bytes,
                 },
                 "weight_map": self._file_of,
