@@ -56,7 +56,9 @@ def export(
         raise SetupError("A checkpoint is written to a folder: export CHECKPOINT OUT --config DIR")
     where = model_config or base
     if where is None:
-        raise SetupError("--config DIR: the config.json of the model that was trained, or a folder with it; or --base DIR.")
+        raise SetupError(
+            "--config DIR: the config.json of the model that was trained, or a folder with it; or --base DIR."
+        )
     given = [Path(each) for each in (tokenizer, model_config) if each is not None]
     try:
         report = export_checkpoint(

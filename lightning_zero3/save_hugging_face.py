@@ -62,7 +62,12 @@ class SaveHuggingFace(pl.Callback):
             require_free(self.dirpath, overwrite=True)
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int  # noqa: ARG002
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,  # noqa: ARG002
+        batch: Any,  # noqa: ARG002
+        batch_idx: int,  # noqa: ARG002
     ) -> None:
         """Export if it is time to."""
         every, step = self.every_n_train_steps, trainer.global_step

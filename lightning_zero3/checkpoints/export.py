@@ -88,9 +88,7 @@ def export_checkpoint(
         covering(output.source.names[0], output.source.shape, held[output.source.names[0]])
         for output in contents.outputs
     ]
-    folder = ExportFolder(
-        Path(out), contents.tensors(base_files), max_shard_size, parameters=contents.parameters
-    )
+    folder = ExportFolder(Path(out), contents.tensors(base_files), max_shard_size, parameters=contents.parameters)
     try:
         for output, parts in zip(contents.outputs, plan, strict=True):
             kept = parts[0].where.values.dtype
@@ -168,8 +166,8 @@ def _open(place: Place, trust: bool) -> Iterator[tuple[tuple[int, int], Shard]]:
     odd = sorted(name for name, match in found.items() if match is None)
     if odd:
         raise UnfitCheckpointError(
-            f"{names[odd[0]]} isn't a file of ZeRO stage 3 with partitioned weights. Give a checkpoint, not a Universal "
-            "Checkpoint or one of another stage."
+            f"{names[odd[0]]} isn't a file of ZeRO stage 3 with partitioned weights. Give a checkpoint, not a "
+            "Universal Checkpoint or one of another stage."
         )
     ranks = {(int(match[1]), int(match[2])): names[name] for name, match in found.items() if match is not None}
     wanted = {(dp, mp) for dp in range(max(r[0] for r in ranks) + 1) for mp in range(max(r[1] for r in ranks) + 1)}

@@ -1,8 +1,8 @@
 """Which part of which tensor each rank's files of a sharded checkpoint hold.
 
-A sub-group's parameters are partitioned over one process group: over all ranks (what ``zero.Init`` has partitioned), the
-data-parallel ones (what AutoTP has split), or those with the same experts. With AutoEP the files say which; else the
-sizes do.
+A sub-group's parameters are partitioned over one process group: over all ranks (what ``zero.Init`` has partitioned),
+the data-parallel ones (what AutoTP has split), or those with the same experts. With AutoEP the files say which; else
+the sizes do.
 
 Source of the format: ``DeepSpeedZeroOptimizer_Stage3._rigid_state_dict`` and ``_zero3_partition_group_metadata``,
 ``DeepSpeedEngine._save_moe_checkpoint``, ``collect_autotp_universal_checkpoint_info`` (0.19.7, 0.19.8).

@@ -32,9 +32,6 @@ from lightning_zero3.moe.weight_pieces import Held, Piece, covering
 __all__ = ["ExportReport", "NotExportedError", "save_pretrained"]
 
 
-
-
-
 @dataclass(frozen=True)
 class ExportReport:
     """What an export has written.
@@ -178,7 +175,9 @@ def _look(
     found, _ = find_models(module, lambda _: True)
     if len(found) != 1:
         held = ", ".join(f"{name} ({type(model).__name__})" for name, model in found) or "none"
-        raise SetupError(f"{type(module).__name__} holds not one Hugging Face model but {held}. Pass the one to export.")
+        raise SetupError(
+            f"{type(module).__name__} holds not one Hugging Face model but {held}. Pass the one to export."
+        )
     if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
         require_free(path, overwrite=overwrite)
     require_folders(tokenizer)

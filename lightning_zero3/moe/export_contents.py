@@ -158,7 +158,9 @@ def _in_base(names: FileNames, base: WeightFiles) -> tuple[dict[str, list[FilePa
         )
     odd = [name for name, tensor in base.tensors.items() if tensor.dtype not in DTYPES]
     if odd:
-        raise UnfitWeightsError(f"{base.folder} holds {odd[0]} as {base.tensors[odd[0]].dtype}, which isn't known here.")
+        raise UnfitWeightsError(
+            f"{base.folder} holds {odd[0]} as {base.tensors[odd[0]].dtype}, which isn't known here."
+        )
     return names.sort(list(base.tensors))
 
 

@@ -1,7 +1,7 @@
 """Writing a Hugging Face folder: shards, index, config and tokenizer, in a folder that gets its name when it is whole.
 
-While it is written it is ``.NAME.unfinished`` beside its place. One that is there already is moved away by a rename, and
-deleted when the new one has taken its place.
+While it is written it is ``.NAME.unfinished`` beside its place. One that is there already is moved away by a rename,
+and deleted when the new one has taken its place.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from lightning_zero3.moe.safetensors_files import INDEX, SINGLE
 
 # What tokenizers and processors are made of, beside the weights.
 TOKENIZER_FILES = (
-    ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model")
-    + ("vocab.json", "merges.txt", "vocab.txt", "spiece.model", "chat_template.jinja", "chat_template.json")
-    + ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
+    *("vocab.json", "merges.txt", "vocab.txt", "spiece.model", "chat_template.jinja", "chat_template.json"),
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
 )
 GENERATION = "generation_config.json"
 CONFIG = "config.json"

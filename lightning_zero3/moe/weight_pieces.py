@@ -1,7 +1,7 @@
 """Putting a tensor of Transformers' model together from what ranks hold of it: partitions, experts and slices.
 
-A rank holds a range of the flattened elements of its own tensor, which is a box, or a few, of Transformers' one. That is
-all that is needed, whatever the layout: the ranges that cover the tensor once are copied to their places.
+A rank holds a range of the flattened elements of its own tensor, which is a box, or a few, of Transformers' one. That
+is all that is needed, whatever the layout: the ranges that cover the tensor once are copied to their places.
 """
 
 from __future__ import annotations

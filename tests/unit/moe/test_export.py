@@ -41,7 +41,7 @@ def assert_same_files(ours: Path, theirs: Path) -> None:
         assert all(path.stat().st_size < 70_000 for path in ours.glob("*.safetensors"))
 
 
-# What the loaders of vLLM's public source take for experts: `fused_moe_make_expert_params_mapping` of the model's class.
+# What the loaders of vLLM's public source take for experts: `get_expert_mapping` of the model's class.
 VLLM_EXPERTS = {
     "glm": r"model\.layers\.\d+\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight",
     "qwen3": r"model\.layers\.\d+\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight",
