@@ -174,9 +174,9 @@ def _look(
 ) -> _Mine:
     found, _ = find_models(module, lambda _: True)
     if len(found) != 1:
-        held = ", ".join(f"{name} ({type(model).__name__})" for name, model in found) or "none"
+        there = ", ".join(f"{name} ({type(model).__name__})" for name, model in found) or "none"
         raise SetupError(
-            f"{type(module).__name__} holds not one Hugging Face model but {held}. Pass the one to export."
+            f"{type(module).__name__} holds not one Hugging Face model but {there}. Pass the one to export."
         )
     if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
         require_free(path, overwrite=overwrite)

@@ -134,12 +134,15 @@ def own_values(tensor: Any) -> torch.Tensor:
     """
     part = range_of(tensor)
     if not hasattr(tensor, "ds_id"):
-        return tensor.detach().reshape(-1).to("cpu", copy=True)
+        whole: torch.Tensor = tensor.detach().reshape(-1).to("cpu", copy=True)
+        return whole
     optimizer: Any = getattr(tensor, "_z3_optimizer", None)
     if hasattr(optimizer, "master_of") and optimizer.is_optimized(tensor):
         with optimizer.master_of(tensor) as master:
-            return master[: part.stop - part.start].to("cpu", copy=True)
-    return tensor.ds_tensor.detach()[: part.stop - part.start].to("cpu", copy=True)
+            digits: torch.Tensor = master[: part.stop - part.start].to("cpu", copy=True)
+        return digits
+    weights: torch.Tensor = tensor.ds_tensor.detach()[: part.stop - part.start].to("cpu", copy=True)
+    return weights
 
 
 def require_readable(tensor: Any, *, masters: bool) -> None:
