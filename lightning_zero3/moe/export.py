@@ -21,7 +21,7 @@ from torch import nn
 
 from lightning_zero3.config import SetupError
 from lightning_zero3.moe.export_contents import Contents, Output, contents_of, precision, sources_of
-from lightning_zero3.moe.export_folder import ExportFolder, NotExportedError, require_free
+from lightning_zero3.moe.export_folder import ExportFolder, NotExportedError, architecture_of, require_free
 from lightning_zero3.moe.hugging_face import find_models
 from lightning_zero3.moe.own_part import own_values, range_of, require_readable
 from lightning_zero3.moe.safetensors_files import WeightFiles
@@ -267,7 +267,7 @@ def finish(
         base.close()
     folder.write_configs(model, precision(dtype), None if base is None else base.folder, folders)
     folder.finish()
-    written = type(model).__name__
+    written = architecture_of(model)
     if base is not None:
         written = next(iter(base.config.get("architectures") or ()), written)
     return ExportReport(
@@ -287,7 +287,7 @@ def _notes(model: Any, base: WeightFiles | None) -> tuple[str, ...]:
     kind = str(model.config.model_type)
     if base is None and kind.endswith("_text"):
         return (
-            f"the text model alone, as {type(model).__name__} ({kind}): give base=DIR for the checkpoint that it came "
+            f"the text model alone, as {architecture_of(model)} ({kind}): give base=DIR for the checkpoint that it came "
             "from, with its other parts",
         )
     return ()

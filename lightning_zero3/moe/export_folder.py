@@ -160,7 +160,7 @@ class ExportFolder:
             (self.folder / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         else:
             config = copy.deepcopy(model.config)
-            config.dtype, config.architectures = name, [type(model).__name__]
+            config.dtype, config.architectures = name, [architecture_of(model)]
             config.save_pretrained(self.folder)
             if model.can_generate() and getattr(model, "generation_config", None) is not None:
                 model.generation_config.save_pretrained(self.folder)
@@ -168,6 +168,19 @@ class ExportFolder:
             for each in (*TOKENIZER_FILES, GENERATION):
                 if (folder / each).is_file():
                     shutil.copyfile(folder / each, self.folder / each)
+
+
+def architecture_of(model: Any) -> str:
+    """What a config calls a model's class: Transformers' own, where the object has been given a subclass of it.
+
+    Args:
+        model: A Hugging Face model.
+    """
+    theirs = (each for each in type(model).__mro__ if each.__module__.startswith("transformers."))
+    own = type(model)
+    # A user's model with a name of its own stands beside PreTrainedModel only.
+    closest = next(theirs, own)
+    return (own if closest.__name__ == "PreTrainedModel" else closest).__name__
 
 
 def _rename_dtype(fields: dict[str, Any], name: str) -> None:

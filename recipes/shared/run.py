@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from lightning_zero3 import Zero3FastStrategy, Zero3Monitor
+from lightning_zero3 import SaveHuggingFace, Zero3FastStrategy, Zero3Monitor
 from lightning_zero3.config import Zero3Options
 from lightning_zero3.metrics.summary import read_metrics, summarise
 from lightning_zero3.metrics.summary_table import print_table
@@ -163,12 +163,17 @@ def fit(
     resumed, config = prepared.resumed, prepared.config
     csv = CSVLogger(settings.output, name="", flush_logs_every_n_steps=10)
     run_dir = Path(csv.log_dir)
-    saving = []
+    saving: list[Callback] = []
     if settings.checkpoint_every is not None:
         every, keep = settings.checkpoint_every, settings.keep
         saving = [
             Saving(run_dir, output=settings.output, every=every, keep=keep, made_by=prepared.made_by, resumed=resumed)
         ]
+    if settings.save_hf:
+        tokenizer = settings.tokenizer if settings.tokenizer and Path(settings.tokenizer).is_dir() else None
+        # Layers that were left out aren't in between of those that were trained.
+        base = settings.weights if settings.layers is None else None
+        saving.append(SaveHuggingFace(run_dir / "hugging_face", base=base, tokenizer=tokenizer))
     per_step = settings.micro_batch_size * settings.accumulate_grad_batches
     told = attention.describe(config, settings.attention)
     trainer = pl.Trainer(
@@ -218,7 +223,7 @@ def fit(
             timeout_seconds=settings.timeout_seconds,
             saved=settings.checkpoint_every is not None,
         ) from error
-    return run_dir, trainer, any(callback.stopped for callback in saving)
+    return run_dir, trainer, any(callback.stopped for callback in saving if isinstance(callback, Saving))
 
 
 def make_strategy(settings: Settings, *, expert_parallel_size: int) -> Zero3FastStrategy:

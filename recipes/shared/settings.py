@@ -96,6 +96,9 @@ class Settings(Zero3Options):
         seed: For weights and the order of the data.
         weights: Start from a Hugging Face checkpoint: a folder of safetensors, of which each rank reads its part; null
             for random weights. Layers that --layers leaves out are skipped.
+        save_hf: Write the trained weights as a Hugging Face folder, hugging_face in the run's folder, when the run has
+            ended: fp32 masters, with the tokenizer's files if --tokenizer is a folder, and what of --weights wasn't
+            trained.
         expert_parallel_size: Ranks that share one set of experts; null for the largest number that divides both ranks
             and experts.
 
@@ -136,6 +139,7 @@ class Settings(Zero3Options):
     timeout_seconds: int = 1800
     seed: int = 0
     weights: str | None = None
+    save_hf: bool = False
 
     def __post_init__(self) -> None:
         """Check ranges, and options against each other."""

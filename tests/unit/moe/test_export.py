@@ -104,6 +104,13 @@ def test_over_a_composite_checkpoint_the_rest_is_carried_over(tmp_path, family):
     assert {name for name, _ in back.named_parameters()} == {name for name, _ in composite.named_parameters()}
 
 
+def test_a_subclass_that_an_object_was_given_is_no_architecture(tmp_path):
+    model = build(tiny("mixtral"), seed=5)
+    model.__class__ = type("Tiled", (type(model),), {"__module__": "elsewhere"})
+    save_pretrained(model, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["MixtralForCausalLM"]
+
+
 def test_a_base_of_another_model_is_refused_and_nothing_written(tmp_path):
     build(tiny("mixtral"), seed=5).save_pretrained(tmp_path / "base")
     with pytest.raises(UnfitWeightsError, match=r"missing: .*Nothing was written"):
