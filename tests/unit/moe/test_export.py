@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from lightning_zero3 import cli
 from lightning_zero3.config import SetupError
 from lightning_zero3.moe.export import NotExportedError, save_pretrained
+from lightning_zero3.moe.export_folder import ExportFolder
 from lightning_zero3.moe.load import UnfitWeightsError, load_pretrained
 from lightning_zero3.moe.safetensors_files import INDEX, SINGLE
 from tests.models import COMPOSITES, FAMILIES, build, tiny, tiny_composite
@@ -133,6 +134,17 @@ def test_what_is_there_is_replaced_only_when_asked_and_only_an_export(tmp_path):
     with pytest.raises(NotExportedError, match="no Hugging Face folder"):
         save_pretrained(model, tmp_path / "photos", overwrite=True)
     assert {path.name for path in tmp_path.iterdir()} == {"out", "photos"}
+
+
+def test_what_a_killed_export_leaves_has_no_name_of_its_own_and_is_cleared_away(tmp_path):
+    killed = ExportFolder(tmp_path / "out", {"a": ((2,), torch.float32), "b": ((2,), torch.float32)}, 8, parameters=4)
+    killed.add("a", torch.ones(2))
+    (left,) = tmp_path.iterdir()
+    assert left.name == ".out.unfinished"
+    assert [path.name for path in left.iterdir()] == ["model-00001-of-00002.safetensors"]
+    save_pretrained(build(tiny("mixtral")), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 1
 
 
 @pytest.mark.parametrize(
