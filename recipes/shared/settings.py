@@ -97,8 +97,8 @@ class Settings(Zero3Options):
         weights: Start from a Hugging Face checkpoint: a folder of safetensors, of which each rank reads its part; null
             for random weights. Layers that --layers leaves out are skipped.
         save_hf: Write the trained weights as a Hugging Face folder, hugging_face in the run's folder, when the run has
-            ended: fp32 masters, with the tokenizer's files if --tokenizer is a folder, and what of --weights wasn't
-            trained.
+            ended: fp32 masters, with the files of a tokenizer in a folder, and what else the checkpoint holds that the
+            weights came from.
         expert_parallel_size: Ranks that share one set of experts; null for the largest number that divides both ranks
             and experts.
 
