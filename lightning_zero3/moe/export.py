@@ -102,7 +102,7 @@ def save_pretrained(
     began = time.perf_counter()
     with outside_zero_init(), _ranks() as ranks:
         mine = ranks.agreed(lambda: _look(module, Path(path), dtype, base, tokenizer, overwrite))
-        everywhere = ranks.gathered({name: each.pieces for name, each in mine.wholes.items()})
+        everywhere = ranks.gathered(mine.pieces)
         base_files = None if base is None else WeightFiles(base)
         plan = ranks.from_first(
             lambda: {
@@ -111,9 +111,9 @@ def save_pretrained(
                     output.source.shape,
                     [
                         Held((rank, name), piece)
-                        for rank, pieces in enumerate(everywhere)
+                        for rank, theirs in enumerate(everywhere)
                         for each in output.source.names
-                        for name, piece in pieces.get(each, {}).items()
+                        for name, piece in theirs.get(each, {}).items()
                     ],
                 )
                 for output in mine.contents.outputs
@@ -152,15 +152,12 @@ def save_pretrained(
 
 
 @dataclass
-class _Whole:
-    pieces: dict[str, Piece]
-
-
-@dataclass
 class _Mine:
+    """What this rank holds: Transformers' name → the model's own name → piece; and the tensors by the model's names."""
+
     model: Any
     contents: Contents
-    wholes: dict[str, _Whole]
+    pieces: dict[str, dict[str, Piece]]
     tensors: dict[str, torch.Tensor]
 
 
@@ -185,13 +182,12 @@ def _look(
     held_by_name = held_tensors(model)
     sources = sources_of({name: (held.name, held.whole, t) for name, (t, held) in held_by_name.items()})
     contents = contents_of(model, sources, dtype, None if base is None else WeightFiles(base))
-    wholes: dict[str, _Whole] = {}
+    pieces: dict[str, dict[str, Piece]] = {}
     for name, (tensor, held) in held_by_name.items():
         part = range_of(tensor)
         require_readable(tensor, masters=precision(dtype) == torch.float32)
-        piece = Piece(part.shape, part.start, part.stop, held.blocks)
-        wholes.setdefault(held.name, _Whole({})).pieces[name] = piece
-    return _Mine(model, contents, wholes, {name: tensor for name, (tensor, _) in held_by_name.items()})
+        pieces.setdefault(held.name, {})[name] = Piece(part.shape, part.start, part.stop, held.blocks)
+    return _Mine(model, contents, pieces, {name: tensor for name, (tensor, _) in held_by_name.items()})
 
 
 def require_folders(*paths: str | Path | None) -> None:
@@ -287,8 +283,8 @@ def _notes(model: Any, base: WeightFiles | None) -> tuple[str, ...]:
     kind = str(model.config.model_type)
     if base is None and kind.endswith("_text"):
         return (
-            f"the text model alone, as {architecture_of(model)} ({kind}): give base=DIR for the checkpoint that it came "
-            "from, with its other parts",
+            f"the text model alone, as {architecture_of(model)} ({kind}): give base=DIR for the checkpoint that it "
+            "came from, with its other parts",
         )
     return ()
 
