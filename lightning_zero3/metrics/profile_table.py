@@ -146,7 +146,7 @@ def show(profile: Profile, console: Console | None = None) -> None:
     titles = [f"Profile of {profile.steps_text}", f"Memory of {profile.steps_text}"]
     # Memory by itself: a terminal of 80 columns has no room for all.
     for title, columns in zip(titles, _parts(len(heads)), strict=False):
-        table = Table(title=Text(title, style="bold"), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        table = Table(title=Text(title, style="bold"), box=box.SIMPLE_HEAD, show_edge=False, padding=0)
         for number in columns:
             table.add_column(heads[number], justify="right" if number else "left", no_wrap=True)
         for row in cells:
