@@ -88,7 +88,7 @@ class Zero3Profile(Callback):
             )
         if isinstance(trainer.profiler, PyTorchProfiler):  # type: ignore[attr-defined]
             raise SetupError(
-                "Zero3Profile with Trainer(profiler='pytorch'): torch has one profiler at a time; leave one of them out."
+                "Zero3Profile with Trainer(profiler='pytorch'): torch has one profiler at a time; leave one out."
             )
         folder = self._given_folder
         if folder is None:

@@ -1,6 +1,6 @@
 """Named regions of a step, for the steps that are profiled: which methods are which phase.
 
-Methods of one engine and its optimizer are wrapped on these objects, and put back; the code that runs carries no region.
+Methods of one engine and its optimizer are wrapped on these objects, and put back: the code itself carries no region.
 
 Upstream symbols, each wrapped where it exists (0.19.7, 0.19.8): ``forward``, ``backward``, ``allreduce_gradients`` and
 ``step`` of ``DeepSpeedEngine``; those of :data:`OF_THE_OPTIMIZER` on the Stage-3 optimizer, upstream's or ours;
@@ -106,7 +106,9 @@ class Regions:
         optimizer = self._optimizer
         with ExitStack() as stack:
             for method, phase in _OF_THE_ENGINE.items():
-                self._wrap(stack, self._engine, method, phase, torch.is_grad_enabled if method == "forward" else _always)
+                self._wrap(
+                    stack, self._engine, method, phase, torch.is_grad_enabled if method == "forward" else _always
+                )
             for method, phase in OF_THE_OPTIMIZER.items():
                 self._wrap(stack, optimizer, method, phase, self._apart if method in _PER_SUB_GROUP else _always)
             self._wrap(stack, getattr(optimizer, "optimizer", None), "step", OPTIMIZER, _always)

@@ -122,7 +122,7 @@ def caption(profile: Profile) -> list[str]:
     ]
     if profile.device is None:
         said.append(
-            "No device: this ran on a CPU, so there is no device time, and CPU ops, torch operations that call no other, "
+            "No device: this ran on a CPU, so there is no device time; CPU ops, torch operations that call no other, "
             "stand in for kernels."
         )
     else:

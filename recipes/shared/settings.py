@@ -175,7 +175,9 @@ class Settings(Zero3Options):
                 raise SetupError("--profile_memory records memory in profiled steps: add --profile 5-6.")
             return
         if self.ab is not None:
-            raise SetupError(f"--profile {self.profile} with --ab {self.ab}: the profiler's own time would be compared.")
+            raise SetupError(
+                f"--profile {self.profile} with --ab {self.ab}: the profiler's own time would be compared."
+            )
         first, last = self.profiled_steps or (0, 0)
         if not 1 <= first <= last <= self.steps:
             raise SetupError(

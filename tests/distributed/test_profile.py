@@ -61,7 +61,7 @@ def profiled(folder: str, options: dict[str, Any], accumulate: int, **profile: A
             trainer = fit(
                 module,
                 Sentences(64, length=128) if ranks > 1 else Pairs(length=128),
-                Zero3FastStrategy({"zero_optimization": {"sub_group_size": 300}, **options.pop("config", {})}, **options),
+                Zero3FastStrategy({"zero_optimization": {"sub_group_size": 300}}, **options),
                 steps=STEPS,
                 accumulate_grad_batches=accumulate,
                 callbacks=[monitor, *watching, before_and_after],
@@ -172,7 +172,9 @@ def test_upstreams_loop_by_sub_group_and_memory(ranks, tmp_path):
     report = json.loads((tmp_path / "profile.json").read_text())
     assert of(report, *STEP, "update sub-group")["calls"] == seen["sub_groups"]
     assert "merged update" not in {phase["phase"] for phase in report["phases"]}
-    clears = [phase for phase in report["phases"] if phase["phase"] == "gradient clear" and phase["path"][1:3] == [*STEP]]
+    clears = [
+        phase for phase in report["phases"] if phase["phase"] == "gradient clear" and phase["path"][1:3] == [*STEP]
+    ]
     assert sum(phase["parameter_visits"] for phase in clears) == seen["visits"]
     # Upstream's release visits all modules, thrice, and nobody counts it.
     assert of(report, *STEP, "release")["parameter_visits"] is None

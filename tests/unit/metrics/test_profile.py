@@ -23,7 +23,12 @@ LABELS = {"ProfilerStep#5": WHOLE, "ProfilerStep#6": WHOLE, "f": FORWARD, "s": S
 def event(name: str, start: float, end: float, number: int = 0, device: Any = DeviceType.CPU, **other: Any) -> Any:
     fields = {"is_user_annotation": name in LABELS, "is_async": False, "cpu_children": [], **other}
     return SimpleNamespace(
-        name=name, trace_name=name, id=number, device_type=device, time_range=SimpleNamespace(start=start, end=end), **fields
+        name=name,
+        trace_name=name,
+        id=number,
+        device_type=device,
+        time_range=SimpleNamespace(start=start, end=end),
+        **fields,
     )
 
 
@@ -92,7 +97,14 @@ def test_without_a_device_there_is_no_time_of_it_and_never_a_zero():
 
 def test_memory_is_held_against_that_at_a_phases_start():
     mib = 2**20
-    regions = [(WHOLE, 0, 100), (FORWARD, 10, 40), (STEP, 50, 90), (WHOLE, 200, 300), (FORWARD, 210, 240), (STEP, 250, 290)]
+    regions = [
+        (WHOLE, 0, 100),
+        (FORWARD, 10, 40),
+        (STEP, 50, 90),
+        (WHOLE, 200, 300),
+        (FORWARD, 210, 240),
+        (STEP, 250, 290),
+    ]
     changes = [(5, 7 * mib), (15, 4 * mib), (20, -3 * mib), (60, 2 * mib), (70, -2 * mib), (255, 6 * mib)]
     found = {figure.path: figure for figure in figures(Recorded(regions, [], [], False, changes), COUNTED)}
     assert (found[FORWARD].memory_peak_mib, found[FORWARD].memory_kept_mib) == (4, 0.5)
@@ -103,7 +115,11 @@ def test_memory_is_held_against_that_at_a_phases_start():
 @pytest.mark.parametrize("memory", [False, True])
 def test_the_table_fits_a_narrow_terminal(memory):
     changes = [(15, 2**20)] if memory else None
-    paths = [WHOLE, (*WHOLE, "engine step"), (*WHOLE, "engine step", "optimizer step", "merged update", "chunk's gradients")]
+    paths = [
+        WHOLE,
+        (*WHOLE, "engine step"),
+        (*WHOLE, "engine step", "optimizer step", "merged update", "chunk's gradients"),
+    ]
     recorded = Recorded([(path, 0, 5e6) for path in paths], [1.0] * 99_999, [], False, changes)
     profile = Profile((5, 6), 0, 2, None, figures(recorded, {WHOLE: Counted(1, 12_345, 100_695)}), "trace")
     console = Console(width=80, file=io.StringIO())
