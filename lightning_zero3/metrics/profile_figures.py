@@ -76,7 +76,7 @@ def read(profile: Any, labels: Mapping[str, tuple[str, ...]], *, on_device: bool
         on_device: Whether the device's activities were watched.
         memory: Whether memory was.
     """
-    from torch.autograd import DeviceType
+    from torch._C._autograd import DeviceType
 
     regions, operations, launches, ran = [], [], {}, []
     for event in profile.events():

@@ -181,8 +181,7 @@ class Settings(Zero3Options):
         first, last = self.profiled_steps or (0, 0)
         if not 1 <= first <= last <= self.steps:
             raise SetupError(
-                f"--profile {self.profile}: a step or a range of steps, such as 5 or 5-6, of the {self.steps} that this "
-                "run has."
+                f"--profile {self.profile}: a step or a range of steps, such as 5 or 5-6, of this run's {self.steps}."
             )
 
     @property

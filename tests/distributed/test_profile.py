@@ -1,4 +1,4 @@
-"""``Zero3Profile`` on real ranks: no bit changes, everything is put back, and its counts are those of other counters."""
+"""``Zero3Profile`` on real ranks: no bit changes, all is put back, and its counts are those of other counters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FIRST, LAST, STEPS = 3, 4, 6
 
 
 class Wrapped(Callback):
-    """Which of the wrapped methods stand on the engine and its optimizer at each step's end, and DeepSpeed's backend."""
+    """Which of the wrapped methods stand on the engine and its optimizer around each batch, and DeepSpeed's backend."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, str]] = []

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 
 from lightning_zero3.metrics.profile_figures import Recorded, figures, read
 from lightning_zero3.metrics.profile_regions import WHOLE_STEP, Counted
