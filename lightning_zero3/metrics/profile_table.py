@@ -115,8 +115,9 @@ def caption(profile: Profile) -> list[str]:
     Args:
         profile: It.
     """
+    means = "" if profile.steps[0] == profile.steps[1] else "means over "
     said = [
-        f"Rank {profile.rank} of {profile.ranks}, means over {profile.steps_text}, each phase with what it calls.",
+        f"Rank {profile.rank} of {profile.ranks}, {means}{profile.steps_text}, each phase with what it calls.",
         "CPU ms is host time from a phase's start to its end, waiting included; the profiler itself takes some of it, "
         "for each operation and region.",
     ]

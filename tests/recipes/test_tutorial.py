@@ -67,6 +67,8 @@ def test_the_tutorial_is_found(page):
 def test_its_tables_have_only_phases_that_there_are():
     known = {*OF_THE_OPTIMIZER.values(), "whole step", "forward", "backward", "gradient reduction", "engine step"}
     known.add("optimizer call")
-    rows = re.findall(r"^ *([a-z][a-z' -]*[a-z]) +[\d,.]+ +[\d,.]+ +no device ", TUTORIAL.read_text(), flags=re.MULTILINE)
+    rows = re.findall(
+        r"^ *([a-z][a-z' -]*[a-z]) +[\d,.]+ +[\d,.]+ +no device ", TUTORIAL.read_text(), flags=re.MULTILINE
+    )
     assert len(rows) > 10
     assert set(rows) <= known
