@@ -151,12 +151,14 @@ class Regions:
             with self.region(phase):
                 if phase == CLEAR:
                     self._visits += self._cleared()
-                if phase != RELEASE:
-                    return inner(*arguments, **named)
-                self._optimizer.release_visits = 0
+                ours = phase == RELEASE and hasattr(self._optimizer, "release_visits")
+                if ours:
+                    self._optimizer.release_visits = 0
                 result = inner(*arguments, **named)
-                self._visits += self._optimizer.release_visits
-                self._uncounted += not self._optimizer.release_visits
+                if phase == RELEASE:
+                    looked_at = self._optimizer.release_visits if ours else 0
+                    self._visits += looked_at
+                    self._uncounted += not looked_at
                 return result
 
         stack.enter_context(substituted(owner, method, call))
