@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import io
+import json
 import re
 import shlex
 from pathlib import Path
@@ -57,6 +60,29 @@ def test_every_command_of_the_tutorial_can_be_read(monkeypatch):
     text = TUTORIAL.read_text()
     for word in ("--ab", "compare.md", "plan-memory.md", "aliasing.md"):
         assert word in text
+
+
+def profiled(output: str) -> str:
+    """A recipe's run with a profile, on this rank: what was printed."""
+    from shared.run import train
+
+    recipe = RECIPES["glm45air"].RECIPE
+    sizes = ["--devices", "1", "--sequence_length", "32", "--micro_batch_size", "1", "--max_tokens", "20000"]
+    options = ["--max_steps", "3", "--profile", "2-3", "--profile_memory", "--output", output]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        train(recipe, recipe.parse([*sizes, *options]))
+    return printed.getvalue()
+
+
+def test_a_recipes_profile_is_in_its_runs_folder(ranks, tmp_path):
+    printed = ranks(1).run(profiled, str(tmp_path))[0]
+    folder = tmp_path / "version_0" / "profile"
+    found = {path.name for path in folder.iterdir()}
+    assert found == {"profile.json", "profile.md", "rank_0.steps_2_to_3.pt.trace.json.gz"}
+    assert json.loads((folder / "profile.json").read_text())["steps"] == [2, 3]
+    assert "Memory of steps 2 to 3" in printed
+    assert str(folder) in printed
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
