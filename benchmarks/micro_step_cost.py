@@ -29,6 +29,7 @@ sys.path[:0] = [HERE, str(Path(HERE).parent)]
 
 import step_arms  # noqa: E402  (found through the line above when the file is run from anywhere)
 import step_cost  # noqa: E402
+from ranks_of import start  # noqa: E402
 
 WARM_UP = 4
 SWITCHES = ("bucket_per_process_group", "lean_hooks")
@@ -235,7 +236,7 @@ def main() -> None:
     arguments = ["--device", options.device, "--steps", str(options.steps), "--tokens", *map(str, options.tokens)]
     report: dict[str, Any] = {"versions": step_cost.versions(), "cases": []}
     for ranks in options.ranks:
-        for case in step_cost.start(sys.executable, ranks, arguments, script=__file__):
+        for case in start(__file__, ranks, arguments):
             show(case)
             report["cases"].append(case)
         step_cost.keep(report, options.json)

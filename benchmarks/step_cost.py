@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import socket
 import statistics
 import subprocess
 import sys
@@ -34,6 +33,7 @@ sys.path[:0] = [HERE, str(Path(HERE).parent)]
 
 import step_arms  # noqa: E402  (found through the line above when the file is run from anywhere)
 import step_report  # noqa: E402
+from ranks_of import start  # noqa: E402
 
 WARM_UP = 4
 SWITCH_STEPS = 8
@@ -281,31 +281,6 @@ def work(options: Any) -> dict[str, Any]:
     return {"cases": cases + growing}
 
 
-def start(python: str, ranks: int, arguments: list[str], script: str = __file__) -> Any:
-    """Run a group of processes and take rank 0's result."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = []
-    for rank in range(ranks):
-        environment = {
-            **os.environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-        }
-        command = [python, "-W", "ignore", script, "--worker", *arguments]
-        output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
-        processes.append(subprocess.Popen(command, env=environment, stdout=output, text=True))
-    written, _ = processes[0].communicate()
-    if any(process.wait() for process in processes):
-        raise SystemExit("A rank failed; see above.")
-    return json.loads(written.strip().splitlines()[-1])
-
-
 def versions() -> dict[str, str]:
     """What was measured with."""
     names = ("torch", "deepspeed", "transformers")
@@ -339,7 +314,7 @@ def main() -> None:
         return
     common = ["--device", options.device, "--steps", str(options.steps)]
     if options.per_rank_parameters:
-        share = start(sys.executable, 1, [*common, "--per-rank-parameters", str(options.per_rank_parameters)])
+        share = start(__file__, 1, [*common, "--per-rank-parameters", str(options.per_rank_parameters)])
         report = {"versions": versions(), **share}
         print(json.dumps(report, indent=2))
     else:
@@ -348,14 +323,14 @@ def main() -> None:
         report = {"versions": versions(), "cases": [], "also": []}
         for ranks in options.ranks:
             growing = options.growing and ranks == options.ranks[0]
-            report["cases"] += start(sys.executable, ranks, common + quick + [*([] if growing else ["--no-growing"])])[
+            report["cases"] += start(__file__, ranks, common + quick + [*([] if growing else ["--no-growing"])])[
                 "cases"
             ]
             keep(report, options.json)
         for python in options.also:
             code = "from importlib.metadata import version; print(version('deepspeed'))"
             other = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
-            cases = start(python, 1, [*common, "--no-switches", "--no-growing"])["cases"]
+            cases = start(__file__, 1, [*common, "--no-switches", "--no-growing"], python)["cases"]
             report["also"].append({"versions": {**versions(), "deepspeed": other}, "cases": cases})
         step_report.print_table(report)
         if options.chart:

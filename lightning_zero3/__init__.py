@@ -1,7 +1,8 @@
 """A fast ZeRO Stage 3 strategy with expert parallelism for PyTorch Lightning.
 
-Importing this package registers ``Trainer(strategy="zero3_fast")`` and ``"zero3_fast_offload"``. It imports no
-DeepSpeed and changes nothing in DeepSpeed, Lightning or Transformers.
+Importing this package registers ``"zero3_fast"`` and ``"zero3_fast_offload"`` for Trainer and Fabric, also those of
+``pytorch_lightning`` and ``lightning_fabric``. It imports no DeepSpeed and changes nothing in DeepSpeed, Lightning or
+Transformers.
 """
 
 from __future__ import annotations
@@ -17,27 +18,37 @@ from lightning_zero3.config import ConfigConflictError, Zero3Options
 _FOR_THE_DOCTOR = os.path.basename(sys.argv[0]) == "lightning-zero3" and sys.argv[1:2] == ["doctor"]
 
 if TYPE_CHECKING or not _FOR_THE_DOCTOR:
+    from lightning.fabric.strategies import STRATEGY_REGISTRY
     from lightning.pytorch.strategies import StrategyRegistry
 
+    from lightning_zero3.checkpoints.manifest import DamagedCheckpointError
+    from lightning_zero3.checkpoints.saver import CheckpointNotSavedError
+    from lightning_zero3.fabric import Zero3FastFabricStrategy
     from lightning_zero3.metrics.callback import Zero3Monitor
     from lightning_zero3.metrics.profile import Zero3Profile
     from lightning_zero3.moe.peer_batches import PeerBatchesError
     from lightning_zero3.optimizer.layer_norms import grad_norms
     from lightning_zero3.refusals import UnsupportedFeatureError
+    from lightning_zero3.registries import register_in_other_packages
     from lightning_zero3.same_batches import UnequalBatchesError
     from lightning_zero3.strategy import Zero3FastStrategy
 
     Zero3FastStrategy.register_strategies(StrategyRegistry)
+    Zero3FastFabricStrategy.register_strategies(STRATEGY_REGISTRY)
+    register_in_other_packages()
 
 if TYPE_CHECKING:
     from lightning_zero3.optimizer.stage3 import FastStage3Optimizer
 
 __all__ = [
+    "CheckpointNotSavedError",
     "ConfigConflictError",
+    "DamagedCheckpointError",
     "FastStage3Optimizer",
     "PeerBatchesError",
     "UnequalBatchesError",
     "UnsupportedFeatureError",
+    "Zero3FastFabricStrategy",
     "Zero3FastStrategy",
     "Zero3Monitor",
     "Zero3Options",

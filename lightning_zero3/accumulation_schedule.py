@@ -11,9 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import lightning.pytorch.strategies
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
-
+from lightning_zero3.lightning_packages import package_of
 from lightning_zero3.substitution import substituted
 
 
@@ -21,7 +19,7 @@ class _OfNoStrategy:
     """A class that no strategy is an instance of."""
 
 
-def allow_schedules(trainer: Any) -> list[tuple[GradientAccumulationScheduler, Callable[..., None]]]:
+def allow_schedules(trainer: Any) -> list[tuple[Any, Callable[..., None]]]:
     """What ``on_train_start`` of each schedule among a Trainer's callbacks is to be.
 
     Args:
@@ -30,12 +28,13 @@ def allow_schedules(trainer: Any) -> list[tuple[GradientAccumulationScheduler, C
     Returns:
         Pairs of a callback and its ``on_train_start`` for this fit.
     """
-    schedules = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]
+    kind = package_of(trainer).callbacks.GradientAccumulationScheduler
+    schedules = [c for c in trainer.callbacks if isinstance(c, kind)]
     return [(schedule, partial(_start, schedule, schedule.on_train_start)) for schedule in schedules]
 
 
-def _start(schedule: GradientAccumulationScheduler, check: Callable[..., None], trainer: Any, pl_module: Any) -> None:
-    with substituted(lightning.pytorch.strategies, "DeepSpeedStrategy", _OfNoStrategy):
+def _start(schedule: Any, check: Callable[..., None], trainer: Any, pl_module: Any) -> None:
+    with substituted(package_of(trainer).strategies, "DeepSpeedStrategy", _OfNoStrategy):
         check(trainer, pl_module)
     # A resume in the middle of an epoch calls no on_train_epoch_start, which sets this.
     trainer.accumulate_grad_batches = schedule.get_accumulate_grad_batches(trainer.current_epoch)

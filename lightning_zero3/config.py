@@ -28,7 +28,9 @@ _SWITCHES = (
     "bucket_per_process_group",
     "lean_hooks",
     "verify_parallel",
+    "async_save",
     "stock_semantics",
+    "trust_checkpoint",
 )
 
 
@@ -65,8 +67,11 @@ class Zero3Options:
             leave layers whole.
         verify_parallel: Before training, compare logits, losses and every gradient of a small copy of the model with
             plain Transformers, and raise where they differ. Needs ``expert_parallel_size`` or ``tensor_parallel_size``.
+        async_save: Let training go on while a checkpoint is written out of a copy in host memory.
         stock_semantics: Give exactly ``deepspeed_stage_3``'s numbers, its known faults included: none of the
             corrections that docs/corrections.md lists is applied.
+        trust_checkpoint: Read checkpoints without a restriction, as DeepSpeed does. Whatever code is in them is run:
+            only for files whose every writer you trust.
 
     Raises:
         TypeError: A switch is no bool, a size or a budget no int, a speed no number, or a preset no string.
@@ -94,7 +99,9 @@ class Zero3Options:
     router_bias_update_speed: float | None = None
     tensor_parallel_size: int | None = None
     verify_parallel: bool = False
+    async_save: bool = False
     stock_semantics: bool = False
+    trust_checkpoint: bool = False
 
     def __post_init__(self) -> None:
         """Check every field's type and range."""

@@ -18,6 +18,7 @@ Path = tuple[str, ...]
 
 _ZERO = "zero_optimization"
 _ACTIVATIONS = "activation_checkpointing"
+_BATCH_SIZES = ("train_micro_batch_size_per_gpu", "train_batch_size")
 
 # Arguments of Lightning's DeepSpeedStrategy and where they stand in a DeepSpeed config. The offload arguments are
 # apart, since one argument speaks of a whole section.
@@ -138,7 +139,8 @@ def check_against_trainer(
             f"The DeepSpeed config sets gradient_clipping to {clipping}, the Trainer gradient_clip_val="
             f"{trainer.gradient_clip_val}. Leave one of them out."
         )
-    _check_batch_size(config, micro_batch_size, trainer.accumulate_grad_batches, world_size)
+    accumulates = f"accumulate_grad_batches {trainer.accumulate_grad_batches}"
+    _check_batch_size(config, micro_batch_size, trainer.accumulate_grad_batches, accumulates, world_size)
     check_precision(config, precision)
     _refuse_fast_init(config)
 
@@ -153,9 +155,39 @@ def settle_trainer_values(config: MutableMapping[str, Any]) -> None:
     if tensor_parallel_section(config) is not None:
         # Upstream counts every rank as a data-parallel one; `engine.py` sets the right number afterwards.
         config.pop("train_batch_size", None)
-    for name in ("gradient_clipping", "train_micro_batch_size_per_gpu", "train_batch_size"):
+    for name in ("gradient_clipping", *_BATCH_SIZES):
         if config.get(name) == "auto":
             del config[name]
+
+
+def settle_without_trainer(config: MutableMapping[str, Any], *, world_size: int, precision: str, clip: bool) -> None:
+    """Check what :func:`check_against_trainer` checks, and settle what Lightning fills in from a Trainer, for Fabric.
+
+    Args:
+        config: A completed config.
+        world_size: Number of ranks.
+        precision: Lightning's name of the precision.
+        clip: Whether a config that doesn't speak of clipping clips to DeepSpeed's default of 1.0, as stock Fabric does.
+
+    Raises:
+        ConfigConflictError: Entries differ from each other or from the precision.
+    """
+    for name in ("gradient_accumulation_steps", "gradient_clipping", *_BATCH_SIZES):
+        if config.get(name) == "auto":
+            del config[name]
+    steps = config.get("gradient_accumulation_steps", 1)
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ConfigConflictError(
+            f"The DeepSpeed config sets gradient_accumulation_steps to {steps!r}: a whole number, 1 or more, is "
+            "expected, or nothing."
+        )
+    _check_batch_size(config, 1, steps, f"gradient_accumulation_steps {steps}", world_size)
+    check_precision(config, precision)
+    _refuse_fast_init(config)
+    if tensor_parallel_section(config) is not None:
+        config.pop("train_batch_size", None)  # as in `settle_trainer_values`
+    if not clip:
+        config.setdefault("gradient_clipping", 0.0)
 
 
 def inference_config(config: Mapping[str, Any]) -> Config:
@@ -314,7 +346,9 @@ def _refuse_fast_init(config: Mapping[str, Any]) -> None:
         )
 
 
-def _check_batch_size(config: Mapping[str, Any], loaders: int | None, accumulate: int, world_size: int) -> None:
+def _check_batch_size(
+    config: Mapping[str, Any], loaders: int | None, accumulate: int, accumulates: str, world_size: int
+) -> None:
     total, micro = config.get("train_batch_size"), config.get("train_micro_batch_size_per_gpu")
     micro = loaders if micro in (None, "auto") else micro
     if not isinstance(total, int) or not isinstance(micro, int):
@@ -325,7 +359,7 @@ def _check_batch_size(config: Mapping[str, Any], loaders: int | None, accumulate
         counted = "ranks" if lanes == world_size else "data-parallel ranks"
         raise ConfigConflictError(
             f"The DeepSpeed config sets train_batch_size to {total}, but train_micro_batch_size_per_gpu {micro} × "
-            f"accumulate_grad_batches {accumulate} × {lanes} {counted} is "
+            f"{accumulates} × {lanes} {counted} is "
             f"{expected}. Leave train_batch_size out."
         )
 

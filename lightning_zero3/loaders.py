@@ -19,6 +19,7 @@ from torch.utils.data import (
 
 # Samplers whose length is the number of samples that they give. Exactly these classes: a subclass may do as it likes.
 _EXACT_SAMPLERS = (DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
+_LIGHTNINGS_SAMPLERS = ("lightning.pytorch.overrides.distributed", "pytorch_lightning.overrides.distributed")
 
 
 def micro_batch_size(module: Any) -> int:
@@ -85,4 +86,4 @@ def length_is_exact(loader: Any) -> bool:
         return False
     # Lightning's distributed samplers have the length of what they wrap, which they draw as a list.
     sampler = getattr(getattr(loader.sampler, "dataset", None), "_sampler", loader.sampler)
-    return type(sampler) in _EXACT_SAMPLERS or type(sampler).__module__ == "lightning.pytorch.overrides.distributed"
+    return type(sampler) in _EXACT_SAMPLERS or type(sampler).__module__ in _LIGHTNINGS_SAMPLERS

@@ -21,39 +21,41 @@ SAVED = "lightning_zero3_micro_steps"
 
 
 class MicroSteps:
-    """Tells an engine which micro-step is a step's last, for the length of one fit.
+    """Tells an engine which micro-step is a step's last.
 
-    With automatic optimization that is known before each backward. With manual optimization it isn't: every backward
-    only adds, and what the engine does at a step's last backward is done when ``optimizer.step()`` is called.
+    With a Trainer's automatic optimization that is known before each backward. With manual optimization, and with
+    Fabric, it isn't: every backward only adds, and what the engine does at a step's last backward is done when
+    ``optimizer.step()`` is called.
 
     Args:
-        trainer: The Trainer.
-        engine: Its DeepSpeed engine, with an optimizer.
+        engine: A DeepSpeed engine, with an optimizer.
     """
 
-    def __init__(self, trainer: Any, engine: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, engine: Any) -> None:
         self._engine = engine
 
     @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Around ``engine.backward`` of one loss, which must not be divided once more (``scale_wrt_gas=False``)."""
-        if self._trainer.lightning_module.automatic_optimization:
-            accumulates = self._trainer.fit_loop._should_accumulate()
-            self._engine.set_gradient_accumulation_boundary(not accumulates)
+    def backward(self, last: bool | None) -> Iterator[None]:
+        """Around ``engine.backward`` of one loss, which must not be divided once more (``scale_wrt_gas=False``).
+
+        Args:
+            last: Whether it is a step's last; None where that isn't known.
+        """
+        if last is not None:
+            self._engine.set_gradient_accumulation_boundary(last)
             yield
-            if accumulates:
+            if not last:
                 self._engine.step()  # counts and times the micro-step; it updates nothing
             return
-        late = self._boundary_comes_late()
+        late = self.boundary_comes_late()
         self._engine.set_gradient_accumulation_boundary(not late)
         if late:
             self._engine.optimizer.begin_backward()
         yield
 
     def close(self) -> None:
-        """Before ``engine.step`` of a step: what a step's last backward would have done."""
-        if not self._trainer.lightning_module.automatic_optimization and self._boundary_comes_late():
+        """Before ``engine.step``, where no backward was known to be the last: what a last one would have done."""
+        if self.boundary_comes_late():
             self._engine.set_gradient_accumulation_boundary(True)
             self._engine.optimizer.finalize_gradient_accumulation_boundary()
 
@@ -80,7 +82,8 @@ class MicroSteps:
                 "are still to come."
             )
 
-    def _boundary_comes_late(self) -> bool:
+    def boundary_comes_late(self) -> bool:
+        """Whether a step's last backward may turn out to be that afterwards."""
         # Not with an optimizer that isn't ours, or of a layout that ours doesn't know. And ZenFlow and
         # DeepCompile decide in backward what a step's last one does; there every backward may be it.
         engine = self._engine

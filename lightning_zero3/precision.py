@@ -222,10 +222,10 @@ def require_deepspeed_precision(plugin: Any) -> None:
     Raises:
         ConfigConflictError: It is another one.
     """
-    from lightning.pytorch.plugins.precision import DeepSpeedPrecision
-
-    # Its exact base class is what a strategy has before a Trainer gives it one.
-    if not isinstance(plugin, DeepSpeedPrecision) and type(plugin).__name__ != "Precision":
+    # By name, since each of Lightning's packages has its own. The exact base class is what a strategy has before it is
+    # given one.
+    names = {kind.__name__ for kind in type(plugin).__mro__}
+    if "DeepSpeedPrecision" not in names and type(plugin).__name__ != "Precision":
         raise ConfigConflictError(
             f"The Trainer has the plugin {type(plugin).__name__}, which does its casting and its backward past "
             "DeepSpeed's engine. Leave it out of plugins and pass Trainer(precision=...); for torch autocast over fp32 "
@@ -236,7 +236,19 @@ def require_deepspeed_precision(plugin: Any) -> None:
 def keeping_what_is_fp32(
     plugin: Any, config: Mapping[str, Any], *, stock_semantics: bool
 ) -> AbstractContextManager[None]:
-    """While a strategy sets a model up: keep buffers in fp32, or name them, and name weights that can't be kept.
+    """While a strategy sets a model up, the plugin's ``convert_module`` is what :func:`converting` makes of it.
+
+    Args:
+        plugin: The strategy's precision plugin.
+        config: The DeepSpeed config.
+        stock_semantics: Whether buffers are cast as stock does, unnamed.
+    """
+    convert = converting(plugin, config, stock_semantics=stock_semantics)
+    return substituted(plugin, "convert_module", convert)
+
+
+def converting(plugin: Any, config: Mapping[str, Any], *, stock_semantics: bool) -> Callable[[nn.Module], nn.Module]:
+    """A plugin's ``convert_module`` that keeps buffers in fp32, or names them, and names weights that can't be kept.
 
     Args:
         plugin: The strategy's precision plugin; its ``convert_module`` is what casts under "bf16-true" and "16-true".
@@ -271,7 +283,7 @@ def keeping_what_is_fp32(
             )
         return converted
 
-    return substituted(plugin, "convert_module", convert_and_keep)
+    return convert_and_keep
 
 
 def warn_of_rounded_weights(module: nn.Module, config: Mapping[str, Any], dtype: torch.dtype) -> None:

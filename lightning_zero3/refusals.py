@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule, callbacks
-from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers, _MockOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
 from torch.optim import LBFGS
 
+from lightning_zero3.lightning_packages import package_of
 from lightning_zero3.probing import referenced_names
 
 
@@ -67,11 +67,11 @@ _GRADIENT_HOOKS = (
 )
 
 
-def check(module: LightningModule | None, world_size: int, stock_semantics: bool) -> None:
+def check(module: Any, world_size: int, stock_semantics: bool) -> None:
     """Refuse what can't work in a fit of this module; evaluations are left alone.
 
     Args:
-        module: Attached to its Trainer; None under Fabric.
+        module: A LightningModule, attached to its Trainer; or None.
         world_size: Number of ranks.
         stock_semantics: Leave out what stock Lightning silently ignores.
 
@@ -80,7 +80,7 @@ def check(module: LightningModule | None, world_size: int, stock_semantics: bool
     """
     if module is None or module.trainer.state.fn != TrainerFn.FITTING:
         return
-    trainer: Any = module.trainer
+    trainer, callbacks = module.trainer, package_of(module).callbacks
     if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
         raise UnsupportedFeatureError(
             "Trainer(gradient_clip_algorithm='value'): DeepSpeed clips by the norm of all gradients only. Pass "
@@ -90,12 +90,7 @@ def check(module: LightningModule | None, world_size: int, stock_semantics: bool
         for name, why in _CALLBACKS.items():
             if isinstance(callback, getattr(callbacks, name, ())):
                 raise UnsupportedFeatureError(f"The callback {type(callback).__name__} {why}")
-    compiled = [name for name, part in module.named_modules() if hasattr(part, "_orig_mod")]
-    if compiled:
-        raise UnsupportedFeatureError(
-            f"{compiled[0] or type(module).__name__} is wrapped by torch.compile(...), and DeepSpeed's hooks can't "
-            "follow its parameters into the wrapper. Compile it in place, without a wrapper: self.net.compile()."
-        )
+    refuse_compiled(module)
     for holder in (module, trainer.datamodule):
         if world_size > 1 and getattr(holder, "allow_zero_length_dataloader_with_multiple_devices", False):
             raise UnsupportedFeatureError(
@@ -106,6 +101,23 @@ def check(module: LightningModule | None, world_size: int, stock_semantics: bool
     if not stock_semantics:
         _check_overridden(module)
         _refuse_lost_clipping(trainer)
+
+
+def refuse_compiled(module: nn.Module) -> None:
+    """Refuse what ``torch.compile`` has wrapped.
+
+    Args:
+        module: The root module.
+
+    Raises:
+        UnsupportedFeatureError: A part of it is a wrapper.
+    """
+    compiled = [name for name, part in module.named_modules() if hasattr(part, "_orig_mod")]
+    if compiled:
+        raise UnsupportedFeatureError(
+            f"{compiled[0] or type(module).__name__} is wrapped by torch.compile(...), and DeepSpeed's hooks can't "
+            "follow its parameters into the wrapper. Compile it in place, without a wrapper: self.net.compile()."
+        )
 
 
 def _refuse_lost_clipping(trainer: Any) -> None:
@@ -147,7 +159,8 @@ def the_optimizer(module: Any) -> tuple[Any, Any]:
     Raises:
         UnsupportedFeatureError: There is none, there are several, or it can't work under DeepSpeed.
     """
-    optimizers, schedulers = _init_optimizers_and_lr_schedulers(module)
+    lightnings = package_of(module).core.optimizer
+    optimizers, schedulers = lightnings._init_optimizers_and_lr_schedulers(module)
     if len(optimizers) > 1 or len(schedulers) > 1:
         raise UnsupportedFeatureError(
             f"configure_optimizers returned {len(optimizers)} optimizers and {len(schedulers)} schedulers: DeepSpeed "
@@ -155,22 +168,34 @@ def the_optimizer(module: Any) -> tuple[Any, Any]:
             "its own lr and hyper-parameters, and chain schedulers (torch.optim.lr_scheduler.ChainedScheduler). Models "
             "that are trained in turn, as in a GAN, need a fit each, or strategy='ddp'."
         )
-    if isinstance(optimizers[0], _MockOptimizer):
+    if isinstance(optimizers[0], lightnings._MockOptimizer):
         raise UnsupportedFeatureError(
             "configure_optimizers returned no optimizer: DeepSpeed can't train without. Return one, with lr=0 where "
             "nothing is to be learned, or run trainer.validate instead of fit."
         )
-    if isinstance(optimizers[0], LBFGS):
-        raise UnsupportedFeatureError(
-            "configure_optimizers returned LBFGS, which evaluates the model several times per step: DeepSpeed can't. "
-            "Return AdamW, SGD or another optimizer whose step takes no closure, or train with strategy='auto'."
-        )
+    refuse_lbfgs(optimizers[0])
     return optimizers[0], schedulers[0] if schedulers else None
 
 
-def _check_overridden(module: LightningModule) -> None:
+def refuse_lbfgs(optimizer: object) -> None:
+    """Refuse an optimizer that calls a closure several times per step.
+
+    Args:
+        optimizer: The user's.
+
+    Raises:
+        UnsupportedFeatureError: It is torch's LBFGS.
+    """
+    if isinstance(optimizer, LBFGS):
+        raise UnsupportedFeatureError(
+            "The optimizer is LBFGS, which evaluates the model several times per step: DeepSpeed can't. "
+            "Take AdamW, SGD or another optimizer whose step takes no closure, or train with strategy='auto'."
+        )
+
+
+def _check_overridden(module: Any) -> None:
     name = type(module).__name__
-    if is_overridden("backward", module, LightningModule):
+    if is_overridden("backward", module, package_of(module).LightningModule):
         raise UnsupportedFeatureError(
             f"{name}.backward: DeepSpeed runs backward itself, and would ignore this method. Scale or add up losses in "
             "training_step, or set automatic_optimization=False and call self.manual_backward(loss)."
@@ -183,16 +208,16 @@ def _check_overridden(module: LightningModule) -> None:
         )
 
 
-def _uses_of_gradients(module: LightningModule) -> Iterator[tuple[str, set[str]]]:
+def _uses_of_gradients(module: Any) -> Iterator[tuple[str, set[str]]]:
     """Hooks of the module and its callbacks whose code refers to gradients, as far as it can be read."""
+    pl = package_of(module)
     own: list[tuple[Any, type[Any], str, set[str]]] = [
-        (module, LightningModule, hook, _READS_GRADIENTS) for hook in _GRADIENT_HOOKS
+        (module, pl.LightningModule, hook, _READS_GRADIENTS) for hook in _GRADIENT_HOOKS
     ]
-    own.append((module, LightningModule, "training_step", _CLIPS))
-    trainer: Any = module.trainer
-    for callback in trainer.callbacks:
+    own.append((module, pl.LightningModule, "training_step", _CLIPS))
+    for callback in module.trainer.callbacks:
         if not type(callback).__module__.startswith(("lightning.", "pytorch_lightning.", "lightning_zero3.")):
-            own += [(callback, callbacks.Callback, hook, _READS_GRADIENTS) for hook in _GRADIENT_HOOKS[:3]]
+            own += [(callback, pl.callbacks.Callback, hook, _READS_GRADIENTS) for hook in _GRADIENT_HOOKS[:3]]
     for holder, parent, hook, names in own:
         method: Callable[..., Any] | None = getattr(type(holder), hook, None)
         if method is None or method is getattr(parent, hook, None) or not inspect.isfunction(inspect.unwrap(method)):

@@ -69,17 +69,46 @@ def made_sure_of(loader: Any, module: Any, timeout: timedelta | None) -> Any:
     trainer = module.trainer
     prefix = trainer.state.stage.dataloader_prefix
     batches = number_of_batches(loader, getattr(trainer, f"limit_{prefix}_batches"))
+    remedy = _REMEDY.format(prefix=prefix, sampler=_SAMPLER if prefix == "predict" else "")
+    return compared(loader, batches, prefix=prefix, remedy=remedy, timeout=timeout)
+
+
+def compared(
+    loader: Any,
+    batches: int | None,
+    *,
+    prefix: str,
+    remedy: str,
+    timeout: timedelta | None,
+    may_end_early: bool = False,
+) -> Any:
+    """Compare a loader over ranks; a collective.
+
+    Args:
+        loader: A loader as it will be iterated over.
+        batches: How many batches will be drawn from it at most, or None where that isn't known.
+        prefix: What messages call it.
+        remedy: What a user can do, for the error.
+        timeout: How long a rank waits for another rank's batch; None for the process group's default.
+        may_end_early: Whether the user may stop before a loader's end, so that unequal lengths alone are no error.
+
+    Returns:
+        The loader itself where the number of its batches is known, else one that watches it.
+
+    Raises:
+        UnequalBatchesError: The ranks' numbers of batches are known and differ.
+    """
     answers: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(answers, (batches, length_is_exact(loader), uuid.uuid4().hex))
     lengths = [length for length, _, _ in answers]
-    remedy = _REMEDY.format(prefix=prefix, sampler=_SAMPLER if prefix == "predict" else "")
-    if len(set(lengths)) > 1:
+    unequal = len(set(lengths)) > 1
+    if unequal and not may_end_early:
         each = ", ".join(f"rank {rank}: {'no length' if n is None else n}" for rank, n in enumerate(lengths[:16]))
         raise UnequalBatchesError(
             f"The {prefix} loaders ({type(loader).__name__}) have different numbers of batches: "
             f"{each}{', …' if len(lengths) > 16 else ''}. {remedy}"
         )
-    if all(exact for _, exact, _ in answers):
+    if all(exact for _, exact, _ in answers) and not unequal:
         return loader
     try:
         store = torch.distributed.distributed_c10d._get_default_store()

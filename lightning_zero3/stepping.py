@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
@@ -17,14 +15,20 @@ from torch.optim import Optimizer
 from lightning_zero3 import micro_steps
 from lightning_zero3.accumulation_schedule import allow_schedules
 from lightning_zero3.config import Zero3Options
+from lightning_zero3.lightning_packages import package_of
 from lightning_zero3.moe import router
 from lightning_zero3.moe.expert_parallel import holds_a_model
 from lightning_zero3.skipped_steps import SkippedSteps
 from lightning_zero3.substitution import substituted
 
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import DeepSpeedStrategy as _Strategy
+else:
+    _Strategy = object
 
-class SteppingStrategy(DeepSpeedStrategy):
-    """Lightning's ``DeepSpeedStrategy`` with the steps of a plain Trainer; with ``stock_semantics``, with its own."""
+
+class SteppingStrategy(_Strategy):
+    """Mixin over a Trainer's ``DeepSpeedStrategy``: a plain Trainer's steps; with ``stock_semantics``, Lightning's."""
 
     options: Zero3Options
     _micro_steps: micro_steps.MicroSteps | None = None
@@ -57,7 +61,10 @@ class SteppingStrategy(DeepSpeedStrategy):
         """
         if self._micro_steps is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
-        with self._micro_steps.backward():
+        assert self.lightning_module is not None
+        automatic = self.lightning_module.automatic_optimization
+        last = not self.lightning_module.trainer.fit_loop._should_accumulate() if automatic else None
+        with self._micro_steps.backward(last):
             return super().backward(closure_loss, optimizer, *args, **{"scale_wrt_gas": False, **kwargs})
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -76,11 +83,13 @@ class SteppingStrategy(DeepSpeedStrategy):
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
             self._move_router_biases()
             return result
-        close = self._micro_steps.close
+        assert self.lightning_module is not None
+        steps, automatic = self._micro_steps, self.lightning_module.automatic_optimization
 
         def closure_and_close() -> Any:
             result = closure()
-            close()
+            if not automatic:
+                steps.close()
             return result
 
         result = super().optimizer_step(optimizer, closure_and_close, model, **kwargs)
@@ -93,7 +102,9 @@ class SteppingStrategy(DeepSpeedStrategy):
         module = self.lightning_module
         if self.options.router_bias_update_speed is None or module is None:
             return
-        built = holds_a_model(module) or not is_overridden("configure_model", module, LightningModule)
+        built = holds_a_model(module) or not is_overridden(
+            "configure_model", module, package_of(module).LightningModule
+        )
         if built and module.trainer.state.fn == TrainerFn.FITTING:
             router.find_routers(module)
 
@@ -167,7 +178,7 @@ class SteppingStrategy(DeepSpeedStrategy):
         trainer = self.lightning_module.trainer
         for wrapper in self._lightning_optimizers:
             micro_steps.reach_the_optimizer(wrapper)
-        self._micro_steps = micro_steps.MicroSteps(trainer, self.model)
+        self._micro_steps = micro_steps.MicroSteps(self.model)
         self._skipped_steps = SkippedSteps(trainer, self.model)
         self._for_this_fit = ExitStack()
         self._for_this_fit.callback(self._skipped_steps.close)

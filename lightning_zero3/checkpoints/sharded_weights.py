@@ -17,7 +17,10 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
-from lightning_zero3.optimizer.edits import KeepEdits
+from lightning_zero3.checkpoints import unpickling
+from lightning_zero3.checkpoints.manifest import DamagedCheckpointError
+from lightning_zero3.checkpoints.places import MODEL, OPTIMIZER, Place, UnfitCheckpointError
+from lightning_zero3.moe.own_part import own_part
 from lightning_zero3.topology import Topology
 
 # What DeepSpeed's files hold for itself; all other entries are Lightning's.
@@ -30,45 +33,77 @@ _DEEPSPEEDS = frozenset(
 _NAMED = 5
 
 
-class UnfitCheckpointError(RuntimeError):
-    """A checkpoint's weights don't belong to this module, or to this layout of ranks."""
-
-
-def load_sharded(module: nn.Module, folder: str | Path, layout: Topology, rank: int, *, strict: bool) -> dict[str, Any]:
-    """Load weights and buffers of a sharded checkpoint into a module whose parameters are partitioned.
-
-    Masters, where there are any, take the same values. Nothing is changed unless everything fits.
+def load_sharded(module: nn.Module, files: ShardFiles, *, strict: bool, trust: bool) -> ShardedWeights:
+    """Find a sharded checkpoint's weights and buffers for a module whose parameters are partitioned; change nothing.
 
     Args:
         module: The root module, with its engine's layers in place.
-        folder: The checkpoint.
-        layout: The run's layout.
-        rank: This rank.
+        files: The checkpoint's, for this rank.
         strict: Whether names that only one of both has are an error.
-
-    Returns:
-        What Lightning has saved beside the weights.
+        trust: Whether what is in files may be run.
 
     Raises:
-        UnfitCheckpointError: Files are missing, or their tensors don't fit the module.
-        RuntimeError: With ``strict``: names that only one of both has.
+        DamagedCheckpointError: Files are missing or can't be read.
+        UntrustedCheckpointError: They hold something that would have to be run to be read.
+        UnfitCheckpointError: Their tensors don't fit the module, or, with ``strict``, their names.
     """
-    files = _Files(Path(folder), layout, rank)
+    files.open(trust)
+    place = files.place
     named: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
     shared = files.own.get("shared_params") or {}
     sources = files.sources(named)
-    _check_names(module, named, sources, shared, files.own, strict)
+    _check_names(module, named, sources, shared, files, strict)
     partitions = [(name, parameter, sources[name]) for name, parameter in named.items() if name in sources]
     for name, parameter, source in partitions:
         if tuple(source.shape) != tuple(parameter.ds_shape):
             raise UnfitCheckpointError(
-                f"{name} is {tuple(source.shape)} in {folder} and {tuple(parameter.ds_shape)} here. "
+                f"{name} is {tuple(source.shape)} in {place.shards} and {tuple(parameter.ds_shape)} here. "
                 "Expert and tensor parallel sizes must be those of the run that has saved it."
             )
-    for _, parameter, source in partitions:
-        _set_partition(parameter, source.partition_for(parameter))
-    _load_all_but_parameters(module, {name: v for name, v in files.own["module"].items() if name not in named})
-    return {name: value for name, value in files.own.items() if name not in _DEEPSPEEDS}
+        source.require_size(name, parameter, place)
+    beside = {name: value for name, value in files.own["module"].items() if name not in named}
+    for name, buffer in module.named_buffers():
+        if name in beside and tuple(beside[name].shape) != tuple(buffer.shape):
+            raise UnfitCheckpointError(
+                f"{name} is {tuple(beside[name].shape)} in {place.shards} and {tuple(buffer.shape)} here."
+            )
+    return ShardedWeights(module, files.own, partitions, beside)
+
+
+class ShardedWeights:
+    """Weights that were found to fit, still in their files.
+
+    Args:
+        module: The root module.
+        model: What a model file holds.
+        partitions: Parameters with their names and where their values are.
+        beside: Buffers and extra states.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        model: dict[str, Any],
+        partitions: list[tuple[str, Any, _Source]],
+        beside: dict[str, Any],
+    ) -> None:
+        self._module, self.model, self._partitions, self._beside = module, model, partitions, beside
+
+    def apply(self) -> None:
+        """Give the module's partitions, its buffers, and masters where there are any, the files' values."""
+        for _, parameter, source in self._partitions:
+            with own_part(parameter) as part:
+                part.fill(source.partition_for(parameter))
+        _load_all_but_parameters(self._module, self._beside)
+
+
+def client_state(model: dict[str, Any]) -> dict[str, Any]:
+    """What Lightning has saved beside the weights.
+
+    Args:
+        model: What a model file holds.
+    """
+    return {name: value for name, value in model.items() if name not in _DEEPSPEEDS}
 
 
 class _Source:
@@ -76,6 +111,15 @@ class _Source:
 
     def __init__(self, shape: Any, parts: list[torch.Tensor]) -> None:
         self.shape, self._parts = shape, parts
+
+    def require_size(self, name: str, parameter: Any, place: Place) -> None:
+        """Refuse parts that are too short for a whole parameter."""
+        found = sum(part.numel() for part in self._parts)
+        alone = len(self._parts) == 1 and found == parameter.partition_numel()
+        if not alone and found < parameter.ds_numel:
+            raise UnfitCheckpointError(
+                f"{name} has {found:,} elements in the files of {place.shards}, and {parameter.ds_numel:,} here."
+            )
 
     def partition_for(self, parameter: Any) -> torch.Tensor:
         """This rank's partition, 1-d, in the file's dtype; zeros where it is padding."""
@@ -93,23 +137,55 @@ class _Source:
         return result
 
 
-class _Files:
-    """The files of a checkpoint that this rank needs: its own, or all where the number of ranks has changed."""
+class ShardFiles:
+    """The files of a checkpoint that this rank needs: its own, or all where the number of ranks has changed.
 
-    def __init__(self, folder: Path, layout: Topology, rank: int) -> None:
-        self._folder = folder / _tag(folder)
+    Args:
+        place: The checkpoint.
+        layout: The run's layout.
+        rank: This rank.
+
+    Raises:
+        UnfitCheckpointError: It was saved with other parallel sizes.
+        DamagedCheckpointError: A file is missing.
+    """
+
+    def __init__(self, place: Place, layout: Topology, rank: int) -> None:
+        self.place = place
+        self._folder = place.shards
         self._mp = layout.tensor_parallel_ranks(rank).index(rank)
         own = layout.data_parallel_rank(rank)
         saved = self._ranks(layout)
         self._here, self._saved = layout.data_parallel_size, len(saved)
+        for missing in sorted(set(range(saved[-1] + 1)) - set(saved)):
+            raise DamagedCheckpointError(f"{self._path(missing, MODEL)} is missing.")
         parallel = layout.expert_parallel_size > 1 or layout.tensor_parallel_size > 1
         if self._saved != self._here and parallel:
             raise UnfitCheckpointError(
-                f"{folder} was saved by {self._saved} data-parallel ranks, and there are {self._here} here. With "
+                f"{self._folder} was saved by {self._saved} data-parallel ranks, and there are {self._here} here. With "
                 "expert or tensor parallelism their numbers must be equal."
             )
         self._read = [own] if self._saved == self._here else saved
-        self.own = _load(self._path(own if self._saved == self._here else 0, "model_states.pt"))
+        mine = self._read if len(self._read) == 1 and self._saved == self._here else saved[own :: self._here]
+        self.to_verify = [(self._path(each, MODEL), self._path(each, OPTIMIZER)) for each in mine]
+        self.model_file = self._path(self._read[0], MODEL)
+        self.own: dict[str, Any] = {}
+
+    def open(self, trust: bool) -> None:
+        """Read this rank's model file, or the first where the number of ranks has changed.
+
+        Args:
+            trust: Whether anything in it may be run.
+        """
+        self._trust = trust
+        path = self.model_file
+        self.own = self._load(path)
+        if self.own["dp_world_size"] != self._saved:
+            raise DamagedCheckpointError(
+                f"{self._path(self._saved, MODEL)} is missing: {path.name} is one of {self.own['dp_world_size']}."
+                if self.own["dp_world_size"] > self._saved
+                else f"{path} is one of {self.own['dp_world_size']}, and {self._saved} are there."
+            )
 
     def sources(self, named: dict[str, Any]) -> dict[str, _Source]:
         """Where each parameter's values are, by name.
@@ -117,13 +193,18 @@ class _Files:
         Args:
             named: The module's parameters.
         """
-        states = [self.own] if len(self._read) == 1 else [_load(self._path(r, "model_states.pt")) for r in self._read]
+        states = [self.own] if len(self._read) == 1 else [self._load(self._path(r, MODEL)) for r in self._read]
         flats = [self._flats(rank) for rank in self._read]
         found: dict[str, _Source] = {}
+        if any(len(each) != len(self.own["param_shapes"]) for each in flats):
+            raise self._unfit()
         for index, shapes in enumerate(self.own["param_shapes"]):
             offset = 0
             group = [flat[index] for flat in flats]
-            sizes = self._own_sizes(shapes, named) or self._sizes(shapes, group[0].numel())
+            total = group[0].numel()
+            sizes = self._own_sizes(shapes, named) or self._sizes(shapes, total)
+            if any(flat.numel() != sum(sizes) for flat in group):
+                raise self._unfit()
             for (name, shape), size in zip(shapes.items(), sizes, strict=True):
                 found[name] = _Source(shape, [flat[offset : offset + size] for flat in group])
                 offset += size
@@ -149,16 +230,18 @@ class _Files:
             sizes = [-(-numel // ranks) for numel in numels]
             if sum(sizes) == total:
                 return sizes
-        raise UnfitCheckpointError(f"The optimizer files in {self._folder} don't fit its model files.")
+        raise self._unfit()
+
+    def _unfit(self) -> UnfitCheckpointError:
+        path = self._path(self._read[0], OPTIMIZER)
+        return UnfitCheckpointError(f"{path}, or another rank's, doesn't fit its model file.")
 
     def _flats(self, rank: int) -> list[torch.Tensor]:
-        flats: list[torch.Tensor] = _load(self._path(rank, "optim_states.pt"))["optimizer_state_dict"][
-            "fp32_flat_groups"
-        ]
+        flats: list[torch.Tensor] = self._load(self._path(rank, OPTIMIZER))["optimizer_state_dict"]["fp32_flat_groups"]
         return flats
 
     def _ranks(self, layout: Topology) -> list[int]:
-        every = self._folder.glob("zero_pp_rank_*_model_states.pt")
+        every = self._folder.glob(f"zero_pp_rank_*{MODEL}")
         peers = {path.name.split("_mp_rank_")[1][:2] for path in every}
         if len(peers) != layout.tensor_parallel_size:
             raise UnfitCheckpointError(
@@ -167,28 +250,19 @@ class _Files:
                 if peers
                 else f"There are no model files in {self._folder}."
             )
-        names = [path.name for path in self._folder.glob(f"zero_pp_rank_*_mp_rank_{self._mp:02d}_model_states.pt")]
+        names = [path.name for path in self._folder.glob(f"zero_pp_rank_*_mp_rank_{self._mp:02d}{MODEL}")]
         return sorted(int(name.removeprefix("zero_pp_rank_").split("_")[0]) for name in names)
 
     def _path(self, rank: int, kind: str) -> Path:
-        name = f"zero_pp_rank_{rank}_mp_rank_{self._mp:02d}_{kind}"
+        name = f"zero_pp_rank_{rank}_mp_rank_{self._mp:02d}{kind}"
         bf16 = self._folder / f"bf16_{name}"
         return bf16 if bf16.exists() else self._folder / name
 
-
-def _tag(folder: Path) -> str:
-    latest = folder / "latest"
-    if not latest.is_file():
-        raise UnfitCheckpointError(f"{folder} is no sharded checkpoint: it has no file named latest.")
-    return latest.read_text().strip()
-
-
-def _load(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise UnfitCheckpointError(f"{path} is missing.")
-    # As DeepSpeed itself reads it: Lightning's entries may be any object.
-    loaded: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
-    return loaded
+    def _load(self, path: Path) -> dict[str, Any]:
+        if not path.is_file():
+            raise DamagedCheckpointError(f"{path} is missing.")
+        loaded: dict[str, Any] = unpickling.read(path, trust=self._trust, mapped=True)
+        return loaded
 
 
 def _check_names(
@@ -196,9 +270,10 @@ def _check_names(
     named: dict[str, Any],
     sources: dict[str, _Source],
     shared: Any,
-    own: dict[str, Any],
+    files: ShardFiles,
     strict: bool,
 ) -> None:
+    own = files.own
     found = {id(named[name]) for name in sources if name in named}
     missing = [name for name, parameter in named.items() if id(parameter) not in found]
     if not own.get("frozen_param_shapes"):
@@ -217,23 +292,10 @@ def _check_names(
             for what, names in (("missing in the checkpoint", missing), ("unknown to the module", unexpected))
             if names
         ]
-        raise RuntimeError(
-            f"The checkpoint's weights aren't those of {type(module).__name__}: {'; '.join(parts)}. "
+        raise UnfitCheckpointError(
+            f"The weights of {files.model_file} aren't those of {type(module).__name__}: {'; '.join(parts)}. "
             "With `strict_loading = False` on the LightningModule what both have is loaded."
         )
-
-
-@torch.no_grad()
-def _set_partition(parameter: Any, values: torch.Tensor) -> None:
-    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
-    if parameter.ds_status == ZeroParamStatus.AVAILABLE:
-        parameter.partition()  # a copy that lies around gathered would be used further
-    parameter.ds_tensor.copy_(values)
-    optimizer = getattr(parameter, "_z3_optimizer", None)
-    if isinstance(optimizer, KeepEdits) and optimizer.is_optimized(parameter):
-        with optimizer._master_of(parameter) as master:
-            master.copy_(values)
 
 
 def _load_all_but_parameters(module: nn.Module, values: dict[str, Any]) -> None:

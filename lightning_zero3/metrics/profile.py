@@ -10,8 +10,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.profilers import PyTorchProfiler
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.profiler import ProfilerActivity
 
@@ -79,14 +77,14 @@ class Zero3Profile(Callback):
         if stage != "fit":
             return
         strategy = trainer.strategy
-        # The dict may have been given without a stage, in which case upstream's is 0.
-        config: Any = getattr(strategy, "config", None) or {}
-        if not isinstance(strategy, DeepSpeedStrategy) or config.get("zero_optimization", {}).get("stage") != 3:
+        config: Any = getattr(strategy, "config", None)
+        if not isinstance(config, dict) or config.get("zero_optimization", {}).get("stage") != 3:
             raise SetupError(
                 f"Zero3Profile with {type(strategy).__name__}: its phases are those of ZeRO Stage 3; take "
                 "strategy='zero3_fast', or another DeepSpeed strategy with Stage 3."
             )
-        if isinstance(trainer.profiler, PyTorchProfiler):  # type: ignore[attr-defined]
+        # By name: pytorch_lightning has a class of its own.
+        if "PyTorchProfiler" in [kind.__name__ for kind in type(trainer.profiler).__mro__]:  # type: ignore[attr-defined]
             raise SetupError(
                 "Zero3Profile with Trainer(profiler='pytorch'): torch has one profiler at a time; leave one out."
             )

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from lightning.pytorch.loggers import TensorBoardLogger
-
 from lightning_zero3.metrics import names
 
 
@@ -64,6 +62,7 @@ def add_layout(loggers: list[Any]) -> None:
         loggers: The Trainer's.
     """
     for logger in loggers:
-        if isinstance(logger, TensorBoardLogger):
+        # By name, since each of Lightning's packages has its own.
+        if "TensorBoardLogger" in (kind.__name__ for kind in type(logger).__mro__):
             # On ranks other than 0 it is a dummy that takes any call.
             logger.experiment.add_custom_scalars(LAYOUT)

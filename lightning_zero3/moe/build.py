@@ -6,20 +6,28 @@ Transformers initialises partitions of size 0, and tensors made in the construct
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from lightning_zero3.config import SetupError
-from lightning_zero3.moe.sharded_build import initialize_partitions, share_buffers
+from lightning_zero3.moe.load import load_pretrained
+from lightning_zero3.moe.sharded_build import initialize_partitions, outside_zero_init, share_buffers
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
-def build_from_config(model_class: type[ModelT], config: Any) -> ModelT:
+def build_from_config(
+    model_class: type[ModelT],
+    config: Any,
+    weights: str | Path | None = None,
+    *,
+    allow_unexpected: Sequence[str] = (),
+) -> ModelT:
     """Build a model, partition by partition where ``deepspeed.zero.Init`` is active, plainly where it isn't.
 
     Under ``zero.Init`` no rank ever holds more than its partitions and one module's whole weights. Weights are drawn
@@ -34,17 +42,21 @@ def build_from_config(model_class: type[ModelT], config: Any) -> ModelT:
     Args:
         model_class: A ``PreTrainedModel`` class, e.g. ``Glm4MoeForCausalLM``.
         config: Its config.
+        weights: A folder of safetensors, whose values take the place of drawn ones: nothing is drawn that it holds. See
+            :func:`lightning_zero3.moe.load.load_pretrained`, which can also be called afterwards.
+        allow_unexpected: Patterns of names in the folder that the model may lack.
 
     Returns:
         The model, in training mode.
 
     Raises:
+        SetupError: The folder's tensors can't be read, or aren't the model's.
         ImportError: ``zero.Init`` is active, and this Transformers can't initialise partitioned weights.
     """
     from deepspeed.runtime.zero import partition_parameters as zero
 
     if zero.top_level_context is None:
-        return _build_whole(model_class, config)
+        return _build_whole(model_class, config, weights, allow_unexpected)
     try:
         from transformers.initialization import no_init_weights
     except ImportError as error:
@@ -54,12 +66,11 @@ def build_from_config(model_class: type[ModelT], config: Any) -> ModelT:
         ) from error
     with no_init_weights(), _default_dtype(zero.top_level_context.dtype):
         model = model_class(config)
-    # The constructors of torch are patched inside zero.Init; the rest must not go through the patches.
-    zero.shutdown_init_context()
-    try:
+    with outside_zero_init():
         _give_buffers_their_dtype(model, model_class, config)
-    finally:
-        zero.restore_init_context()
+    if weights is not None:
+        model.tie_weights()  # type: ignore[operator]
+        load_pretrained(model, weights, allow_unexpected=allow_unexpected)
     initialize_partitions(model)
     model.tie_weights()  # type: ignore[operator]
     share_buffers(model.buffers())
@@ -93,7 +104,9 @@ def refuse_meta_tensors(module: nn.Module) -> None:
         )
 
 
-def _build_whole(model_class: type[ModelT], config: Any) -> ModelT:
+def _build_whole(
+    model_class: type[ModelT], config: Any, weights: str | Path | None, allow_unexpected: Sequence[str]
+) -> ModelT:
     """The unsharded model: constructed without values, then given them, as the sharded one is.
 
     The plain constructor draws each layer's values twice, first torch's and then Transformers', so a seed would give
@@ -103,6 +116,9 @@ def _build_whole(model_class: type[ModelT], config: Any) -> ModelT:
 
     with no_init_weights():
         model = model_class(config)
+    if weights is not None:
+        model.tie_weights()  # type: ignore[operator]
+        load_pretrained(model, weights, allow_unexpected=allow_unexpected)
     model.init_weights()  # type: ignore[operator]
     return model
 

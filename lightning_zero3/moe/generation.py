@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -25,16 +26,18 @@ def ranks_in_step(root: nn.Module, world_size: int) -> Iterator[None]:
         world_size: Number of ranks; one rank waits for nobody.
     """
     with ExitStack() as scope:
+        model: Any
         models, _ = find_models(root, lambda module: hasattr(module, "generate"))
         for _, model in models if world_size > 1 else ():
             if "generate" not in vars(model):
-                model.generate = _in_step(model.generate)
+                # A method, as Fabric's mark_forward_method asks for.
+                model.generate = MethodType(_in_step(model.generate), model)
                 scope.callback(delattr, model, "generate")
         yield
 
 
 def _in_step(generate: Any) -> Any:
-    def generate_in_step(*args: Any, **kwargs: Any) -> Any:
+    def generate_in_step(_: Any, *args: Any, **kwargs: Any) -> Any:
         return generate(*args, **{"synced_gpus": True, **kwargs})
 
     return generate_in_step

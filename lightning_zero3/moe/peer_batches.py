@@ -12,17 +12,20 @@ from __future__ import annotations
 import hashlib
 import os
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_zero3.config import Zero3Options
-from lightning_zero3.moe.parallel_layers import topology_of
 from lightning_zero3.topology import Topology
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import DeepSpeedStrategy as _Strategy
+else:
+    _Strategy = object
 
 # Tensors of a batch, and groups of ranks, that a message names.
 _NAMED = 8
@@ -32,29 +35,17 @@ class PeerBatchesError(RuntimeError):
     """Tensor-parallel peers have different batches."""
 
 
-class PeerBatchesStrategy(DeepSpeedStrategy):
-    """Lightning's ``DeepSpeedStrategy`` with data for tensor parallelism; without it, Lightning's own."""
+class PeerBatchesStrategy(_Strategy):
+    """Mixin over a Trainer's ``DeepSpeedStrategy``: data for tensor parallelism; without it, Lightning's own."""
 
     options: Zero3Options
     # Loaders whose first batch has been compared in this fit: the stage's word and the loader's index.
     _compared: frozenset[tuple[str, int]] = frozenset()
 
-    @property
-    def parallel_layout(self) -> Topology:
-        """Which ranks share experts and layers."""
-        assert isinstance(self.config, dict)
-        return topology_of(self.config, self.world_size)
+    if TYPE_CHECKING:
 
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """What Lightning's samplers are made with, and a user's own may be: which shard of how many is this rank's.
-
-        With ``stock_semantics`` every rank has its own, as in stock; under tensor parallelism that is an error then.
-        """
-        if self.options.stock_semantics:
-            return super().distributed_sampler_kwargs
-        layout = self.parallel_layout
-        return {"num_replicas": layout.data_parallel_size, "rank": layout.data_parallel_rank(self.global_rank)}
+        @property
+        def parallel_layout(self) -> Topology: ...  # noqa: D102  (EngineSetup's)
 
     def process_dataloader(self, dataloader: object) -> object:
         """Seed workers by the shard that they read, where ``seed_everything(..., workers=True)`` asks for it.
@@ -90,7 +81,7 @@ class PeerBatchesStrategy(DeepSpeedStrategy):
             if self.parallel_layout.tensor_parallel_size > 1:
                 # With overfit_batches Lightning gives all ranks the same.
                 warn = trainer.training and not trainer.overfit_batches  # type: ignore[attr-defined]
-                compare(batch, self.parallel_layout, prefix, dataloader_idx, warn)
+                compare(batch, self.parallel_layout, f"{prefix} batch of loader {dataloader_idx}", warn)
         return batch
 
     def teardown(self) -> None:
@@ -135,14 +126,30 @@ def fingerprint(batch: Any) -> tuple[str, str]:
     return ", ".join(words[:_NAMED]) + (", …" if len(words) > _NAMED else "") or "no tensors", bits.hexdigest()
 
 
-def compare(batch: Any, layout: Topology, prefix: str, loader: int, warn: bool = False) -> None:
+def compare_first_inputs(model: torch.nn.Module, layout: Topology) -> None:
+    """Compare what a module is first called with, where there are tensor-parallel peers.
+
+    Args:
+        model: The root module.
+        layout: The run's layout.
+    """
+    if layout.tensor_parallel_size == 1:
+        return
+
+    def look(_: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        hook.remove()
+        compare((args, kwargs), layout, "inputs of the model")
+
+    hook = model.register_forward_pre_hook(look, prepend=True, with_kwargs=True)
+
+
+def compare(batch: Any, layout: Topology, what: str, warn: bool = False) -> None:
     """Compare a batch over all ranks; a collective, after which all ranks know and none waits for another.
 
     Args:
         batch: This rank's.
         layout: The run's layout.
-        prefix: Lightning's word for the stage: train, val, test or predict.
-        loader: The loader's index.
+        what: What the message calls it, after "the first".
         warn: Whether data-parallel ranks that all have the same batch are worth a warning.
 
     Raises:
@@ -155,12 +162,12 @@ def compare(batch: Any, layout: Topology, prefix: str, loader: int, warn: bool =
     if differ:
         named = "; ".join(_difference(group, seen) for group in differ[:_NAMED])
         raise PeerBatchesError(
-            f"The first {prefix} batch of loader {loader} isn't the same on tensor-parallel peers, which share each "
+            f"The first {what} isn't the same on tensor-parallel peers, which share each "
             f"layer: {named}{'; …' if len(differ) > _NAMED else ''}. {_remedy(layout)}"
         )
     if warn and len(groups) > 1 and len({seen[group[0]] for group in groups}) == 1:
         rank_zero_warn(
-            f"All {len(groups)} data-parallel ranks have the same first {prefix} batch. Only tensor-parallel peers "
+            f"All {len(groups)} data-parallel ranks have the same first {what}. Only tensor-parallel peers "
             f"should. {_remedy(layout)}"
         )
 

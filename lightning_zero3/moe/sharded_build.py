@@ -20,6 +20,8 @@ from lightning_zero3.substitution import substituted
 
 # The dtype that a parameter's constructor gave it, where the run's is another.
 _BUILT_AS = "_zero3_built_as"
+# Transformers' own mark on what has its values: its initialisation leaves such tensors alone.
+INITIALIZED = "_is_hf_initialized"
 # Elements that are drawn at a time; a multiple of the 16 that torch draws at a time, so that pieces are as the whole.
 _PIECE = 1 << 17
 # These draw or write element by element, so that pieces of a tensor are parts of the whole.
@@ -103,6 +105,8 @@ def sharded_build(config: Mapping[str, Any], remote_device: str | None = None) -
 def initialize_partitions(model: Any) -> None:
     """Draw a partitioned model's weights on rank 0, in the order in which a whole model draws them.
 
+    Tensors that have their values already (:data:`INITIALIZED`) are neither drawn nor sent.
+
     As ``transformers.integrations.deepspeed.initialize_weights_zero3`` (5.24), which can't be used: it gathers modules
     again that are initialised already, as those of a nested model are, and leaves buffers on rank 0.
 
@@ -120,7 +124,12 @@ def initialize_partitions(model: Any) -> None:
             return
         # A module may initialise its direct children's weights too.
         near = [module, *(child for child in module.children() if not isinstance(child, PreTrainedModel))]
-        parameters = [parameter for each in near for parameter in each.parameters(recurse=False)]
+        parameters = [
+            parameter
+            for each in near
+            for parameter in each.parameters(recurse=False)
+            if not getattr(parameter, INITIALIZED, False)
+        ]
         with zero.GatheredParameters(parameters, modifier_rank=0):
             if not parameters or torch.distributed.get_rank() == 0:
                 initialize(module, is_custom_code)
@@ -129,11 +138,25 @@ def initialize_partitions(model: Any) -> None:
         module._is_hf_initialized = True  # type: ignore[assignment]
 
     is_custom_code = model.is_custom_code() if hasattr(model, "is_custom_code") else model.is_remote_code()
-    # What is computed here must not go through the constructors that zero.Init has patched.
+    with outside_zero_init(), torch.no_grad(), guard_torch_init_functions():
+        visit(model, model._initialize_weights)
+
+
+@contextmanager
+def outside_zero_init() -> Iterator[None]:
+    """What is computed inside doesn't go through the constructors that ``zero.Init`` has patched, where it is active.
+
+    Upstream symbols: ``deepspeed.zero.Init``'s ``top_level_context``, ``shutdown_init_context`` and
+    ``restore_init_context`` (0.19.7, 0.19.8), which are there for that.
+    """
+    from deepspeed.runtime.zero import partition_parameters as zero
+
+    if zero.top_level_context is None:
+        yield
+        return
     zero.shutdown_init_context()
     try:
-        with torch.no_grad(), guard_torch_init_functions():
-            visit(model, model._initialize_weights)
+        yield
     finally:
         zero.restore_init_context()
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import inspect
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import distributed, nn
 
+from lightning_zero3.moe.weight_names import EXPERTS, LayerNames, of_layers
 from lightning_zero3.topology import Topology
 
 # Relative error of one tensor in fp32, where sums are added up in another order.
@@ -30,13 +32,6 @@ _TINY = 1e-30
 GRADIENT = "d "
 
 Tensors = dict[str, torch.Tensor]
-
-# AutoEP's names → Transformers'.
-_RENAMED = (
-    (r"\.router\.gate\.", ".gate."),
-    (r"\.shared_experts_gate\.", ".shared_expert_gate."),
-    (r"\.mlp\.shared_experts\.", ".mlp.shared_expert."),
-)
 
 
 def loss_and_outputs(
@@ -168,18 +163,17 @@ def as_transformers_names(seen: Mapping[str, torch.Tensor], theirs: Iterable[str
         seen: By AutoEP's names.
         theirs: Transformers' names.
     """
-    theirs = set(theirs)
+    layer = LayerNames.like(theirs)
     named: Tensors = {}
+    joined: dict[str, Tensors] = defaultdict(dict)
     for name, value in seen.items():
-        renamed = name
-        for pattern, replacement in _RENAMED:
-            renamed = re.sub(pattern, replacement, renamed)
-        plural = renamed.replace(".mlp.shared_expert.", ".mlp.shared_experts.")
-        named[plural if renamed not in theirs and plural in theirs else renamed] = value
-    for name in [name for name in named if name.endswith("experts.w1")]:
-        stem = name[: -len("w1")]
-        named[f"{stem}gate_up_proj"] = torch.cat([named.pop(name), named.pop(f"{stem}w3")], dim=1)
-        named[f"{stem}down_proj"] = named.pop(f"{stem}w2")
+        renamed, expert = of_layers(name, layer)
+        if expert is None:
+            named[renamed] = value
+        else:
+            joined[renamed][expert] = value
+    for name, matrices in joined.items():
+        named[name] = torch.cat([matrices[expert] for expert in EXPERTS if expert in matrices], dim=1)
     return named
 
 

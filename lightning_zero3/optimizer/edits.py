@@ -100,7 +100,7 @@ class KeepEdits:
             )
             return
         real = self.real_elements(parameter)
-        with self._master_of(parameter) as whole_master:
+        with self.master_of(parameter) as whole_master:
             weights, master = parameter.ds_tensor[:real], whole_master[:real]
             if weights.data_ptr() == master.data_ptr():
                 return  # they are one storage
@@ -118,7 +118,7 @@ class KeepEdits:
         return max(0, min(size, int(parameter.ds_numel) - start))
 
     @contextmanager
-    def _master_of(self, parameter: Any, optim_state_key: str | None = None) -> Iterator[torch.Tensor]:
+    def master_of(self, parameter: Any, optim_state_key: str | None = None) -> Iterator[torch.Tensor]:
         """This rank's part of a parameter's master or moment, to be written to; swapped in and out where on NVMe."""
         optimizer: Any = self
         master, sub_group = optimizer._get_fp32_opt_state_partition(

@@ -90,7 +90,7 @@ class SettersReachWeights:
     def _set(self, own: torch.Tensor, param: Any, optim_state_key: str | None) -> None:
         """Write this rank's part of a master and of the weights, or of a moment."""
         if self.is_optimized(param):  # type: ignore[attr-defined]
-            with self._master_of(param, optim_state_key) as master:  # type: ignore[attr-defined]
+            with self.master_of(param, optim_state_key) as master:  # type: ignore[attr-defined]
                 master.copy_(own)
         elif optim_state_key is not None:
             raise ValueError(

@@ -1,10 +1,8 @@
 """Checkpoints of a recipe as folders: which are complete, which is the last, and whether this run can go on from one.
 
-A sharded checkpoint is a folder that all ranks write into, so a host that is killed in the middle leaves one that looks
-like any other. One counts as complete when it holds :data:`MARKER`: written last, after a barrier that every rank
-reaches with its shards written, under another name first and then renamed, with the size of each file. DeepSpeed's own
-``latest`` says neither which files there have to be nor of which sizes; a file that a host's crash or a copy has cut
-short is found by them.
+That a checkpoint's files are there and whole is what its manifest says (:mod:`lightning_zero3.checkpoints.manifest`).
+:data:`MARKER` lies beside it and says which training it belongs to: written last, under another name first and then
+renamed, so that a checkpoint without it isn't a recipe's, or its run was killed just then.
 """
 
 from __future__ import annotations
@@ -12,17 +10,17 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_zero3.checkpoints import commit, manifest
 from lightning_zero3.config import SetupError
 from shared.settings import Settings
 
 MARKER = "completed.json"
 FOLDER = "checkpoints"
-_FORMAT = 1
+_FORMAT = 2
 _STEP = re.compile(r"step_(\d+)")
 _VERSION = re.compile(r"version_(\d+)")
 # What a checkpoint holds in a form that depends on them, what decides which samples come next, and what it overrules.
@@ -83,7 +81,7 @@ def folder_of(run: Path, step: int) -> Path:
 
 
 def complete(path: Path, *, step: int, first_run: str, made_by: dict[str, Any]) -> None:
-    """Mark a checkpoint as complete; on one rank, when all have written theirs.
+    """Mark a saved checkpoint as a recipe's; on one rank.
 
     Args:
         path: Its folder.
@@ -91,8 +89,7 @@ def complete(path: Path, *, step: int, first_run: str, made_by: dict[str, Any]) 
         first_run: See :class:`Checkpoint`.
         made_by: See :func:`identity`.
     """
-    files = {str(file.relative_to(path)): file.stat().st_size for file in sorted(path.rglob("*")) if file.is_file()}
-    content = {"format": _FORMAT, "step": step, "first_run": first_run, "made_by": made_by, "files": files}
+    content = {"format": _FORMAT, "step": step, "first_run": first_run, "made_by": made_by}
     unfinished = path / f"{MARKER}.unfinished"
     with unfinished.open("w", encoding="utf-8") as file:
         json.dump(content, file, indent=1)
@@ -114,7 +111,6 @@ def read(path: Path) -> Checkpoint:
         raise SetupError(f"--resume {path}: there's no such folder.")
     try:
         content = json.loads((path / MARKER).read_text(encoding="utf-8"))
-        files: dict[str, int] = content["files"]
         checkpoint = Checkpoint(path, int(content["step"]), str(content["first_run"]), dict(content["made_by"]))
     except FileNotFoundError as error:
         raise SetupError(
@@ -123,13 +119,15 @@ def read(path: Path) -> Checkpoint:
         ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SetupError(f"--resume {path}: {MARKER} can't be read ({error!r}). Choose another checkpoint.") from error
-    for name, size in files.items():
-        seen = (path / name).stat().st_size if (path / name).is_file() else None
-        if seen != size:
-            raise SetupError(
-                f"--resume {path}: {name} {'is missing' if seen is None else f'has {seen:,} bytes'}, and was written "
-                f"with {size:,}. Choose another checkpoint. All nodes need the same shared folder."
-            )
+    try:
+        # Contents are compared when they are loaded, by each rank those that it reads.
+        whole = manifest.verify(path, checksums=False)
+    except manifest.DamagedCheckpointError as error:
+        raise SetupError(
+            f"--resume {path}: {error} Choose another checkpoint. All nodes need the same shared folder."
+        ) from error
+    if not whole:
+        raise SetupError(f"--resume {path}: no {manifest.MANIFEST} in it. Choose another checkpoint.")
     return checkpoint
 
 
@@ -158,8 +156,6 @@ def all_complete(output: Path) -> list[Checkpoint]:
 def prune(output: Path, first_run: str, keep: int) -> None:
     """Delete all but the last checkpoints of one training, in whichever runs it was taken up.
 
-    The marker goes first, so that a deletion that is cut short leaves nothing that looks complete.
-
     Args:
         output: The folder for runs.
         first_run: Which training; others' checkpoints stay.
@@ -167,8 +163,7 @@ def prune(output: Path, first_run: str, keep: int) -> None:
     """
     ours = [checkpoint for checkpoint in all_complete(output) if checkpoint.first_run == first_run]
     for checkpoint in ours[:-keep]:
-        (checkpoint.path / MARKER).unlink(missing_ok=True)
-        shutil.rmtree(checkpoint.path, ignore_errors=True)
+        commit.remove(checkpoint.path)
 
 
 def to_resume(settings: Settings, made_by: dict[str, Any]) -> Checkpoint | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,6 +26,8 @@ class CausalLanguageModel(pl.LightningModule):
         recompute_activations: Keep only each layer's input in forward and compute the rest again in backward.
         loss_tiles: Pieces in which logits and loss are computed.
         seed: For the initial weights; the same on all ranks.
+        weights: A folder of safetensors that the weights are taken from, in place of drawn ones.
+        skip_layers: Layers of that folder that the model doesn't have, by number.
     """
 
     def __init__(
@@ -38,6 +41,8 @@ class CausalLanguageModel(pl.LightningModule):
         recompute_activations: bool = False,
         loss_tiles: int = 1,
         seed: int = 0,
+        weights: str | None = None,
+        skip_layers: Sequence[int] = (),
     ) -> None:
         super().__init__()
         self.model_class = model_class
@@ -48,6 +53,8 @@ class CausalLanguageModel(pl.LightningModule):
         self.recompute_activations = recompute_activations
         self.loss_tiles = loss_tiles
         self.seed = seed
+        self.weights = weights
+        self.skip_layers = tuple(skip_layers)
         self.model: Any = None
 
     def configure_model(self) -> None:
@@ -55,7 +62,8 @@ class CausalLanguageModel(pl.LightningModule):
         if self.model is not None:
             return
         torch.manual_seed(self.seed)
-        self.model = build_from_config(self.model_class, self.config)
+        skipped = [rf"\.layers\.({'|'.join(map(str, self.skip_layers))})\."] if self.skip_layers else []
+        self.model = build_from_config(self.model_class, self.config, self.weights, allow_unexpected=skipped)
         if self.recompute_activations:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if self.loss_tiles > 1:

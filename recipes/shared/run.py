@@ -257,6 +257,8 @@ def make_module(recipe: Recipe, config: Any, settings: Settings) -> CausalLangua
         recompute_activations=settings.recompute_activations,
         loss_tiles=settings.loss_tiles,
         seed=settings.seed,
+        weights=settings.weights,
+        skip_layers=range(config.num_hidden_layers, recipe.configs[settings.size](None).num_hidden_layers),
     )
 
 

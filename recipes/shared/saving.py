@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import warnings
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -105,18 +104,16 @@ class Saving(pl.Callback):
 
     def _save(self, trainer: pl.Trainer, step: int) -> None:
         path = trainer.strategy.broadcast(checkpoints.folder_of(self.run, step))
-        trainer.save_checkpoint(path)  # ends in a barrier
-        if trainer.is_global_zero:
+        trainer.save_checkpoint(path)
+
+        def mark_and_prune() -> None:
             checkpoints.complete(path, step=step, first_run=self.first_run, made_by=self.made_by)
             checkpoints.prune(self.output, self.first_run, self.keep)
+
+        # With --async_save the path is there at a later step, or when the fit has ended.
+        trainer.strategy.after_commit(mark_and_prune)  # type: ignore[attr-defined]
         # Whoever ends before it's marked might have the launcher end rank 0.
         trainer.strategy.barrier("marked as complete")
-        if not (path / checkpoints.MARKER).exists():
-            warnings.warn(
-                f"Rank {trainer.global_rank} doesn't see {path / checkpoints.MARKER}, which rank 0 has written: "
-                "--output must be a folder that all nodes share, or this checkpoint can't be resumed from.",
-                stacklevel=2,
-            )
         for logger in trainer.loggers:
             logger.save()  # what a killed run has measured so far
 

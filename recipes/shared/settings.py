@@ -97,6 +97,8 @@ class Settings(Zero3Options):
         profile_memory: Record memory in these steps, too: each phase's peak, and on GPUs a snapshot.
         timeout_seconds: How long a rank waits for the others in a collective, before it ends with an error.
         seed: For weights and the order of the data.
+        weights: Start from a Hugging Face checkpoint: a folder of safetensors, of which each rank reads its part; null
+            for random weights. Layers that --layers leaves out are skipped.
         expert_parallel_size: Ranks that share one set of experts; null for the largest number that divides both ranks
             and experts.
 
@@ -138,6 +140,7 @@ class Settings(Zero3Options):
     profile_memory: bool = False
     timeout_seconds: int = 1800
     seed: int = 0
+    weights: str | None = None
 
     def __post_init__(self) -> None:
         """Check ranges, and options against each other."""

@@ -264,7 +264,7 @@ def refused_in_fit() -> list[str]:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_optimizers_and_clipping_that_deepspeed_has_no_place_for(ranks, world_size):
-    remedies = ("several parameter groups", "with lr=0", "Return AdamW", "Trainer(gradient_clip_val=0.05)")
+    remedies = ("several parameter groups", "with lr=0", "Take AdamW", "Trainer(gradient_clip_val=0.05)")
     for *messages, difference in ranks(world_size).run(refused_in_fit):
         assert all(remedy in message for remedy, message in zip(remedies, messages, strict=False))
         assert "'gradient_clipping': 0.05" in messages[4]

@@ -39,6 +39,18 @@ def test_the_seed_decides_the_weights():
     assert not torch.equal(first, other)
 
 
+def test_weights_come_from_a_folder_less_the_layers_that_are_left_out(tmp_path):
+    whole = module(seed=4).model
+    whole.save_pretrained(tmp_path)
+    layers = RECIPE.configs["tiny"](None).num_hidden_layers
+    settings = RECIPE.parse(["--weights", str(tmp_path), "--layers", str(layers - 1)])
+    made = shared.run.make_module(RECIPE, RECIPE.config(settings), settings)
+    made.configure_model()
+    theirs = whole.state_dict()
+    assert len(made.model.model.layers) == layers - 1
+    assert all(torch.equal(value, theirs[name]) for name, value in made.model.state_dict().items())
+
+
 def test_the_learning_rate_warms_up_to_what_was_asked_for():
     made = module(learning_rate=0.5, warmup_steps=4).configure_optimizers()
     optimizer, schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]

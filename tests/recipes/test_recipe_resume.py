@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 
+from lightning_zero3.checkpoints import manifest
 from lightning_zero3.config import SetupError
 from lightning_zero3.metrics import names
 from lightning_zero3.metrics.summary import read_metrics
@@ -61,7 +62,7 @@ ALL = tuple(range(1, STEPS))
     ("world_size", "options", "steps"),
     [
         (2, ACCUMULATED, (3, 7)),
-        (1, OF_DEEPSPEED, (9,)),
+        (1, (*OF_DEEPSPEED, "--async_save", "true"), (9,)),
         pytest.param(2, ACCUMULATED, ALL, marks=pytest.mark.slow),
         pytest.param(1, OF_DEEPSPEED, ALL, marks=pytest.mark.slow),
         pytest.param(2, ("--tensor_parallel_size", "2", "--precision", "bf16-mixed"), ALL, marks=pytest.mark.slow),
@@ -159,6 +160,8 @@ def made(output: Path, version: int, step: int, first_run: str = "version_0", fi
     (path / "checkpoint").mkdir(parents=True)
     (path / "checkpoint" / "shard.pt").write_bytes(b"weights")
     if finished:
+        files = {"checkpoint/shard.pt": manifest.measure(path / "checkpoint" / "shard.pt")}
+        manifest.write(path, manifest.Manifest("checkpoint", {"ranks": 2}, files=files))
         checkpoints.complete(path, step=step, first_run=first_run, made_by=MADE_BY)
     return path
 

@@ -26,7 +26,9 @@ def test_the_defaults_are_all_switches_on_and_no_expert_parallelism() -> None:
         "router_bias_update_speed": None,
         "tensor_parallel_size": None,
         "verify_parallel": False,
+        "async_save": False,
         "stock_semantics": False,
+        "trust_checkpoint": False,
     }
 
 

@@ -1,0 +1,337 @@
+"""``DeepSpeedEngine.load_checkpoint`` with everything looked at, on all ranks together, before anything is changed.
+
+Upstream symbols: ``DeepSpeedEngine.load_checkpoint``, replaced on the strategies' engines, and their
+``checkpoint_engine.load``, for the length of a call (0.19.7, 0.19.8). Reasons: files are unpickled without a
+restriction; a rank that finds its file damaged leaves the others waiting; flat buffers are copied by position, whatever
+they are; the weights of ``load_module_only`` aren't loaded, and the tag is passed over. Detected by tests. Expires when
+upstream does all that.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_zero3.checkpoints import fitness, manifest, shards, unpickling
+from lightning_zero3.checkpoints.agreement import together
+from lightning_zero3.checkpoints.places import MODEL, Place, UnfitCheckpointError, find
+from lightning_zero3.checkpoints.sharded_weights import ShardedWeights, ShardFiles, load_sharded
+from lightning_zero3.config import SetupError
+from lightning_zero3.substitution import substituted
+from lightning_zero3.topology import Topology
+
+_NAMED = 5
+# Engines that read files of torch.save; others have formats of their own.
+_TORCH_FORMAT = ("TorchCheckpointEngine", "FastCheckpointEngine", "DecoupledCheckpointEngine")
+
+
+def guard(engine: Any, layout: Topology, *, trust: bool) -> None:
+    """Have an engine's own ``load_checkpoint`` look before it loads, and take the tag that it is asked for.
+
+    Args:
+        engine: DeepSpeed's engine, with an optimizer or without.
+        layout: The run's layout.
+        trust: Whether what is in files may be run.
+    """
+    reference = weakref.ref(engine)
+
+    def load_checkpoint(load_dir: Any, tag: Any = None, *arguments: Any, **named: Any) -> tuple[str, Any]:
+        alive = reference()
+        assert alive is not None
+        return load(alive, load_dir, tag, *arguments, layout=layout, trust=trust, **named)
+
+    engine.load_checkpoint = load_checkpoint
+
+
+def load(
+    engine: Any,
+    load_dir: str | Path,
+    tag: Any = None,
+    load_module_strict: bool = True,
+    load_optimizer_states: bool = True,
+    load_lr_scheduler_states: bool = True,
+    load_module_only: bool = False,
+    custom_load_fn: Any = None,
+    *,
+    layout: Topology,
+    trust: bool,
+    needs: Sequence[str] = (),
+) -> tuple[str, dict[str, Any]]:
+    """As ``DeepSpeedEngine.load_checkpoint``, or not at all.
+
+    Args:
+        engine: DeepSpeed's engine.
+        load_dir: A checkpoint, or a tag's own folder in one.
+        tag: Which; None takes ``latest``'s.
+        load_module_strict: Whether names must be the same.
+        load_optimizer_states: Whether the optimizer goes on where it was; else masters take the weights' values.
+        load_lr_scheduler_states: Whether the engine's own scheduler does.
+        load_module_only: Whether weights are all that is loaded; counters stay as they are.
+        custom_load_fn: As DeepSpeed's; with optimizer states only.
+        layout: The run's layout.
+        trust: Whether what is in files may be run.
+        needs: Entries beside DeepSpeed's own that there must be.
+
+    Returns:
+        The model file's path, and what isn't DeepSpeed's own in it.
+
+    Raises:
+        DamagedCheckpointError: A file isn't what was saved.
+        UntrustedCheckpointError: A file holds something that would have to be run to be read.
+        UnfitCheckpointError: The checkpoint isn't of this module and layout.
+        NoCheckpointError: There is none, or none with that tag.
+        SetupError: ``custom_load_fn`` without optimizer states; an unknown format.
+    """
+    _refuse_formats_of_their_own(engine, trust)
+    has_optimizer = hasattr(engine.optimizer, "fp16_groups")
+    whole = has_optimizer and load_optimizer_states and not load_module_only
+    if engine.load_universal_checkpoint():
+        place = _look_at_universal(load_dir, tag, layout, trust)
+    elif whole:
+        place, left_out = _look_at_own(engine, load_dir, tag, trust, load_module_strict, needs)
+        load_module_strict = load_module_strict and not left_out
+    else:
+        if custom_load_fn is not None:
+            raise SetupError(
+                "custom_load_fn is called by a load with optimizer states only: leave it out, or load_module_only and "
+                "load_optimizer_states=False."
+            )
+        return _load_weights(
+            engine,
+            find_together(load_dir, tag),
+            layout,
+            trust=trust,
+            strict=load_module_strict,
+            counters=not load_module_only,
+            lr_scheduler=load_lr_scheduler_states,
+        )
+
+    def read(path: Any, map_location: Any = None) -> Any:
+        return unpickling.read(Path(path), trust=trust, map_location=map_location or "cpu")
+
+    with substituted(engine.checkpoint_engine, "load", read):
+        loaded: tuple[str, dict[str, Any]] = type(engine).load_checkpoint(
+            engine,
+            str(place.folder),
+            place.tag,
+            load_module_strict=load_module_strict,
+            load_optimizer_states=load_optimizer_states,
+            load_lr_scheduler_states=load_lr_scheduler_states,
+            load_module_only=load_module_only,
+            custom_load_fn=custom_load_fn,
+        )
+    return loaded
+
+
+def find_together(path: str | Path, tag: Any = None) -> Place:
+    """:func:`~lightning_zero3.checkpoints.places.find`, on all ranks.
+
+    Args:
+        path: A checkpoint, or a tag's own folder in one.
+        tag: Which; None takes ``latest``'s.
+
+    Raises:
+        NoCheckpointError: There is none, or ranks see different ones.
+    """
+    places = together(lambda: find(path, tag))
+    if len({place.tag for place in places}) > 1:
+        raise UnfitCheckpointError(
+            f"Ranks see different checkpoints in {path}: {', '.join(sorted({place.tag for place in places}))}."
+        )
+    return find(path, tag)
+
+
+def read_weights(
+    module: Any, place: Place, layout: Topology, rank: int, *, strict: bool, trust: bool
+) -> dict[str, Any]:
+    """Load a checkpoint's weights into a module, on all ranks or on none.
+
+    Args:
+        module: The root module, with its engine's layers in place.
+        place: The checkpoint.
+        layout: The run's layout.
+        rank: This rank.
+        strict: Whether names that only one of both has are an error.
+        trust: Whether what is in files may be run.
+
+    Returns:
+        What one of its model files holds, this rank's where it has one.
+
+    Raises:
+        DamagedCheckpointError: A file isn't what was saved.
+        UntrustedCheckpointError: A file holds something that would have to be run to be read.
+        UnfitCheckpointError: The weights don't belong to this module or this layout.
+    """
+    weights: list[ShardedWeights] = []
+
+    def look() -> tuple[bool, list[Any]]:
+        files = ShardFiles(place, layout, rank)
+        verified, facts = True, []
+        # Each file is looked at by one rank, whoever reads it afterwards.
+        for model_file, optimizer_file in files.to_verify:
+            verified = _verify(place, [model_file, optimizer_file]) and verified
+            with _as_known(optimizer_file):
+                facts += shards.facts(shards.open_shard(model_file, optimizer_file, trust=trust))
+        with _as_known(files.model_file):
+            weights.append(load_sharded(module, files, strict=strict, trust=trust))
+        return verified, facts
+
+    _judge(place, together(look))
+    (found,) = weights
+    found.apply()
+    # What goes on living mustn't lie in a file that somebody may write to.
+    return found.model if trust else copy.deepcopy(found.model)
+
+
+def _load_weights(
+    engine: Any,
+    place: Place,
+    layout: Topology,
+    *,
+    trust: bool,
+    strict: bool,
+    counters: bool,
+    lr_scheduler: bool,
+) -> tuple[str, dict[str, Any]]:
+    model = read_weights(engine.module, place, layout, engine.global_rank, strict=strict, trust=trust)
+    if counters and hasattr(engine.optimizer, "fp16_groups"):
+        engine.global_steps, engine.skipped_steps = model["global_steps"], model["skipped_steps"]
+        engine.global_samples = model.get("global_samples", engine.global_steps * engine.train_batch_size())
+        if lr_scheduler and engine.lr_scheduler is not None and model.get("lr_scheduler") is not None:
+            engine.lr_scheduler.load_state_dict(model["lr_scheduler"])
+    left = {name: value for name, value in model.items() if name != "module"}
+    return str(place.shards), left
+
+
+def _look_at_own(
+    engine: Any, load_dir: Any, tag: Any, trust: bool, strict: bool, needs: Sequence[str]
+) -> tuple[Place, list[str]]:
+    """Look at the files that DeepSpeed will read on this rank; which frozen parameters aren't there."""
+    place = find_together(load_dir, tag)
+    left_out: list[str] = []
+
+    def look() -> tuple[bool, list[Any]]:
+        files = list(fitness.own_files(engine, place))
+        swapped = fitness.swapped_files(engine, place)
+        more = [] if swapped is None else [path for path in swapped.rglob("*") if path.is_file()]
+        verified = _verify(place, files, more)
+        with _as_known(files[0]):
+            shard = shards.open_shard(files[0], files[1], trust=trust)
+            fitness.require_fit(engine, shard)
+            fitness.require_entries(shard, needs)
+            left_out.extend(fitness.frozen_left_out(engine.module, shard.model))
+            if strict:
+                fitness.require_same_names(engine.module, shard, left_out)
+            return verified, shards.facts(shard)
+
+    _judge(place, together(look))
+    if left_out:
+        rank_zero_warn(
+            f"The checkpoint was saved without frozen parameters; {len(left_out)} stay as they are: "
+            f"{', '.join(left_out[:_NAMED])}{', …' if len(left_out) > _NAMED else ''}."
+        )
+    return place, left_out
+
+
+def _look_at_universal(load_dir: Any, tag: Any, layout: Topology, trust: bool) -> Place:
+    """Look at all files of a Universal Checkpoint, which DeepSpeed reads without a restriction; shared out to ranks."""
+    import torch
+
+    place = find(load_dir, tag, universal=True)
+    rank = torch.distributed.get_rank()
+
+    def look() -> None:
+        files = sorted([*place.shards.glob(f"*{MODEL}"), *(place.shards / "zero").rglob("*.pt")])
+        for path in files[rank :: layout.world_size]:
+            unpickling.check_sums(path)
+            unpickling.read(path, trust=trust, mapped=True)
+
+    together(look)
+    return place
+
+
+def _verify(place: Place, files: list[Path], more: list[Path] | None = None) -> bool:
+    """By the manifest if there is one for this tag, and whether there was; else by the sums inside the files."""
+    known = manifest.read(place.folder)
+    if known is not None and (known.tag == place.tag or "latest" in known.files):
+        names = [path.relative_to(place.folder).as_posix() for path in (*files, *(more or []))]
+        if place.by_latest and "latest" in known.files:
+            names.append("latest")
+        if known.tag == place.tag or place.by_latest:
+            return manifest.verify(place.folder, names)
+    for path in files:
+        if path.is_file():  # else it is named as missing where it is read
+            unpickling.check_sums(path, own_name=True)
+    return False
+
+
+@contextmanager
+def _as_known(path: Path) -> Iterator[None]:
+    """What isn't laid out as DeepSpeed's files are fails somewhere in here, in one way or another."""
+    try:
+        yield
+    except (AttributeError, TypeError, KeyError, IndexError, ValueError) as error:
+        raise manifest.DamagedCheckpointError(
+            f"{path}, or the file beside it, isn't laid out as a file of ZeRO stage 3: {error!r}."
+        ) from error
+
+
+def _judge(place: Place, answers: list[tuple[bool, list[Any]]]) -> None:
+    """The same on all ranks: from what all have seen."""
+    facts = [each for _, own in answers for each in own]
+    shards.check_alike(facts, place.shards)
+    if not all(verified for verified, _ in answers):
+        rank_zero_warn(
+            f"{place.shards} has no manifest ({manifest.MANIFEST}), so it is unverified: its files are whole and fit "
+            "together as far as they show it themselves. Checkpoints saved by zero3_fast have one."
+        )
+        if (behind := shards.fewer_optimizer_steps(facts)) is not None:
+            rank_zero_warn(behind)
+
+
+def _refuse_formats_of_their_own(engine: Any, trust: bool) -> None:
+    theirs = getattr(engine, "checkpoint_engine", None)  # an engine without an optimizer may have none
+    name = type(theirs).__name__
+    if theirs is not None and name not in _TORCH_FORMAT and not trust:
+        raise SetupError(
+            f"{name} writes a format of its own, which can't be looked at before it is loaded. Pass "
+            "trust_checkpoint=True to load it all the same."
+        )
+
+
+def read_single_file(path: Any, load: Callable[[bool], dict[str, Any]], *, trust: bool) -> dict[str, Any]:
+    """A whole state dict from one file, on all ranks or on none.
+
+    Args:
+        path: What Lightning's ``CheckpointIO`` is asked for: a file, or an address.
+        load: Reads it; gets ``weights_only``.
+        trust: Whether what is in it may be run.
+
+    Raises:
+        DamagedCheckpointError: It can't be read.
+        UntrustedCheckpointError: It holds something that would have to be run to be read.
+        UnfitCheckpointError: It is a folder.
+    """
+    content: list[dict[str, Any]] = []
+
+    def read() -> None:
+        if Path(path).is_dir():
+            raise UnfitCheckpointError(
+                f"{path} is a folder, and load_full_weights=True reads a single file. Leave it out to load a sharded "
+                "checkpoint."
+            )
+        if Path(path).is_file():
+            unpickling.check_sums(Path(path))
+        found = unpickling.restricted(path, trust, load)
+        if not isinstance(found, Mapping) or "state_dict" not in found:
+            raise manifest.DamagedCheckpointError(f"{path} isn't a checkpoint of Lightning: it has no state_dict.")
+        content.append(dict(found))
+
+    together(read)
+    return content[0]
