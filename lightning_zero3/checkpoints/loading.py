@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,6 @@ def load(
     *,
     layout: Topology,
     trust: bool,
-    needs: Sequence[str] = (),
 ) -> tuple[str, dict[str, Any]]:
     """As ``DeepSpeedEngine.load_checkpoint``, or not at all.
 
@@ -76,7 +75,6 @@ def load(
         custom_load_fn: As DeepSpeed's; with optimizer states only.
         layout: The run's layout.
         trust: Whether what is in files may be run.
-        needs: Entries beside DeepSpeed's own that there must be.
 
     Returns:
         The model file's path, and what isn't DeepSpeed's own in it.
@@ -94,7 +92,7 @@ def load(
     if engine.load_universal_checkpoint():
         place = _look_at_universal(load_dir, tag, layout, trust)
     elif whole:
-        place, left_out = _look_at_own(engine, load_dir, tag, trust, load_module_strict, needs)
+        place, left_out = _look_at_own(engine, load_dir, tag, trust, load_module_strict)
         load_module_strict = load_module_strict and not left_out
     else:
         if custom_load_fn is not None:
@@ -209,9 +207,7 @@ def _load_weights(
     return str(place.shards), left
 
 
-def _look_at_own(
-    engine: Any, load_dir: Any, tag: Any, trust: bool, strict: bool, needs: Sequence[str]
-) -> tuple[Place, list[str]]:
+def _look_at_own(engine: Any, load_dir: Any, tag: Any, trust: bool, strict: bool) -> tuple[Place, list[str]]:
     """Look at the files that DeepSpeed will read on this rank; which frozen parameters aren't there."""
     place = find_together(load_dir, tag)
     left_out: list[str] = []
@@ -224,7 +220,6 @@ def _look_at_own(
         with as_known(files[0]):
             shard = shards.open_shard(files[0], files[1], trust=trust)
             fitness.require_fit(engine, shard)
-            fitness.require_entries(shard, needs)
             left_out.extend(fitness.frozen_left_out(engine.module, shard.model))
             if strict:
                 fitness.require_same_names(engine.module, shard, left_out)
