@@ -102,6 +102,7 @@ class EvaluatingStrategy(_Strategy):
                 load_module_strict=module.strict_loading,
                 layout=self._layout,
                 trust=trust,
+                any_layout=self.options.resume_layout is not None,
             )
             return state
         place = loading.find_together(checkpoint_path)

@@ -28,6 +28,7 @@ def test_the_defaults_are_all_switches_on_and_no_expert_parallelism() -> None:
         "verify_parallel": False,
         "async_save": False,
         "stock_semantics": False,
+        "resume_layout": None,
         "trust_checkpoint": False,
     }
 
