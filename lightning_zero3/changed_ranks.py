@@ -44,7 +44,7 @@ def are_changed(state: Mapping[str, Any], trainer: Any) -> bool:
 
 
 def carried_over(
-    state: Mapping[str, Any], loops: Mapping[str, Any], trainer: Any
+    state: Mapping[str, Any], loops: Mapping[str, Any], trainer: Any, *, within_epoch: bool
 ) -> tuple[dict[str, Any], Mapping[str, Any]]:
     """A fit's state for other ranks; what can't be carried over is warned of.
 
@@ -52,6 +52,7 @@ def carried_over(
         state: What was saved of a rank.
         loops: What Lightning has saved as ``loops``.
         trainer: A Trainer in fit.
+        within_epoch: Whether an epoch goes on.
 
     Returns:
         Both, changed.
@@ -71,7 +72,9 @@ def carried_over(
     if loader.pop("combined_loader", None):
         lost.append("the training loader's own state")
     saved, here = state.get("position"), position_of(trainer)
-    if saved is None or saved["data_parallel_size"] == here["data_parallel_size"]:
+    if not within_epoch:
+        said = "It goes on with a new epoch."
+    elif saved is None or saved["data_parallel_size"] == here["data_parallel_size"]:
         said = "The position in the epoch is kept."
     else:
         said = _moved(loops["fit_loop"], saved, here)

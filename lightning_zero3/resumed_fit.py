@@ -158,7 +158,8 @@ class FitWatch:
             return checkpoint
         trainer = self._trainer
         if changed_ranks.are_changed(state, trainer):
-            state, loops = changed_ranks.carried_over(state, checkpoint["loops"], trainer)
+            within = Place(state["place"]) in fit_position.WITHIN_EPOCH
+            state, loops = changed_ranks.carried_over(state, checkpoint["loops"], trainer, within_epoch=within)
             checkpoint = {**checkpoint, "loops": loops}
         if state["loader_draws"]:
             rank_zero_warn(

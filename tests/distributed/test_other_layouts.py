@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,12 @@ import pytest
 import torch
 
 from lightning_zero3 import Zero3FastStrategy
+from lightning_zero3.checkpoints import loading
+from lightning_zero3.checkpoints.places import UnfitCheckpointError
+from lightning_zero3.topology import Topology
+from tests.distributed.test_loading import refused as refusal
+from tests.engines import Trainable, micro_step
+from tests.engines import build as build_engine
 from tests.fits import Language, Pairs, Regression, Sentences, assert_equal_bits, fit, optimizer_of, tensors_of
 from tests.models import build, tiny
 
@@ -80,9 +87,25 @@ def first(folder: str, family: str | None, sizes: Sizes, accumulate: int, precis
     return losses[BEFORE:]
 
 
-def then(folder: str, family: str | None, sizes: Sizes, accumulate: int, precision: str) -> list[float]:
+def then(
+    folder: str, family: str | None, sizes: Sizes, accumulate: int, precision: str, refused: bool
+) -> tuple[list[float], list[str]]:
+    if refused:
+        module, data = module_of(family)
+        before = [parameter.detach().clone() for parameter in module.parameters()]
+        with pytest.raises(UnfitCheckpointError, match='resume_layout="universal"'):
+            fit(module, data, strategy_of(sizes, False), ckpt_path=f"{folder}/saved", precision=precision)
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(module.parameters())):
+            after = [parameter.detach().clone() for parameter in module.parameters()]
+        if sizes[1] is None and sizes[2] is None:  # else the engine's layers are others
+            assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     watch = Watch(save_again=f"{folder}/again")
-    return trained(folder, family, sizes, accumulate, watch, BEFORE + AFTER, True, precision)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        losses = trained(folder, family, sizes, accumulate, watch, BEFORE + AFTER, True, precision)
+    return losses, [str(each.message) for each in caught]
 
 
 def and_back(folder: str, family: str | None, sizes: Sizes, accumulate: int, precision: str) -> None:
@@ -97,15 +120,24 @@ def mean(per_rank: list[list[float]]) -> list[float]:
 
 
 def there_and_back(
-    ranks: Any, folder: Path, family: str | None, one: Sizes, other: Sizes, precision: str = "32-true"
+    ranks: Any,
+    folder: Path,
+    family: str | None,
+    one: Sizes,
+    other: Sizes,
+    precision: str = "32-true",
+    refused: bool = False,
 ) -> tuple[list[float], list[float]]:
     """Losses of the unchanged run and of the one that goes on elsewhere, with as many samples in each step."""
     lanes = [sizes[0] // (sizes[2] or 1) for sizes in (one, other)]
     steps = [max(lanes) // each for each in lanes]
     unchanged = mean(ranks(one[0]).run(first, str(folder), family, one, steps[0], precision))
-    changed = mean(ranks(other[0]).run(then, str(folder), family, other, steps[1], precision))
+    seen = ranks(other[0]).run(then, str(folder), family, other, steps[1], precision, refused)
     ranks(one[0]).run(and_back, str(folder), family, one, steps[0], precision)
-    return unchanged, changed
+    said = "\n".join(seen[0][1])
+    assert "is of another layout, and was read into this one" in said
+    assert ("begins anew: random states" in said) is (lanes[0] != lanes[1] or one[0] != other[0])
+    return unchanged, mean([losses for losses, _ in seen])
 
 
 CASES: dict[str, tuple[str | None, Sizes, Sizes]] = {
@@ -139,7 +171,78 @@ BOUND = 1e-5
 
 @pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_a_fit_goes_on_in_another_layout(ranks, tmp_path, name):
-    unchanged, changed = there_and_back(ranks, tmp_path, *{**CASES, **SLOW}[name])
+    unchanged, changed = there_and_back(ranks, tmp_path, *{**CASES, **SLOW}[name], refused=name in CASES)
     assert len(unchanged) == AFTER
     assert changed == pytest.approx(unchanged, rel=BOUND)
     print(f"{name}: {max(abs(a - b) / abs(b) for a, b in zip(changed, unchanged, strict=True)):.1e}")
+
+
+GROUPS: dict[str, Any] = {
+    "as it was": lambda p: [{"params": p[:3]}, {"params": p[3:], "weight_decay": 0.1}],
+    "in another order": lambda p: [{"params": p[:3][::-1]}, {"params": p[3:], "weight_decay": 0.1}],
+    "groups in another order": lambda p: [{"params": p[3:], "weight_decay": 0.1}, {"params": p[:3]}],
+    "moved to another group": lambda p: [{"params": p[:2]}, {"params": p[2:], "weight_decay": 0.1}],
+}
+
+
+def grouped(kind: str, stock: bool = False) -> Any:
+    """One sub-group for each parameter, so that sub-groups tell nothing of groups."""
+    model = Trainable((13, 13, 13, 7))
+    optimizer = torch.optim.AdamW(GROUPS[kind](list(model.parameters())), lr=1e-2, weight_decay=0.0)
+    return build_engine(model, stock=stock, optimizer=optimizer, sub_group_size=1)
+
+
+def full_state(engine: Any) -> dict[str, torch.Tensor]:
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    states = {name: safe_get_full_fp32_param(p).clone() for name, p in engine.module.named_parameters()}
+    for name, parameter in engine.module.named_parameters():
+        states[f"moment of {name}"] = safe_get_full_optimizer_state(parameter, "exp_avg").clone()
+    return states
+
+
+def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    assert left.keys() == right.keys()
+    return all(torch.equal(left[name], right[name]) for name in left)
+
+
+def reordered(folder: str) -> tuple[bool, dict[str, str]]:
+    """Whether stock loads wrong weights without a word, and what ours says; by name, all is right to the bit."""
+    layout = Topology(torch.distributed.get_world_size())
+    unchanged = grouped("as it was")
+    for step in range(2):
+        micro_step(unchanged, step)
+    unchanged.save_checkpoint(folder, tag="two")  # without a record of the layout, as stock's
+    saved = full_state(unchanged)
+    stock = grouped("in another order", stock=True)
+    stock.load_checkpoint(folder, tag="two")
+    wrong = not equal(full_state(stock), saved)
+    said = {}
+    micro_step(unchanged, 2)
+    for kind in GROUPS:
+        engine = grouped(kind)
+        loading.guard(engine, layout, trust=False)
+        if kind != "as it was":
+            said[kind] = refusal(engine, folder, tag="two")
+        loading.guard(engine, layout, trust=False, any_layout=True)
+        if kind == "moved to another group":
+            said["moved, by name"] = refusal(engine, folder, tag="two")
+            continue
+        engine.load_checkpoint(folder, tag="two")
+        assert equal(full_state(engine), saved), kind
+        micro_step(engine, 2)
+        assert equal(full_state(engine), full_state(unchanged)), kind
+    return wrong, said
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_parameters_in_another_order_or_group(ranks, tmp_path, world_size):
+    for wrong, said in ranks(world_size).run(reordered, str(tmp_path)):
+        assert wrong
+        assert set(said) == {*GROUPS, "moved, by name"} - {"as it was"}
+        assert "can't be one here" in said["moved, by name"]
+        for message in said.values():
+            assert message.startswith("UnfitCheckpointError")
+        assert 'resume_layout="universal"' in said["in another order"]
+        assert 'resume_layout="universal"' in said["groups in another order"]
+        assert "have other members" in said["moved to another group"]
