@@ -78,7 +78,8 @@ class Zero3Options:
 
     Raises:
         TypeError: A switch is no bool, a size or a budget no int, a speed no number, or a preset no string.
-        ValueError: A size or a budget below 1, a speed that isn't above 0, a preset without a size, or an unknown layout.
+        ValueError: A size or a budget below 1, a speed that isn't above 0, a preset without a size, or an unknown
+            layout.
 
     >>> Zero3Options(expert_parallel_size=8).expert_parallel_size
     8

@@ -221,7 +221,9 @@ def _require_same_optimizer(optimizer: Any, shard: Shard) -> None:
             "run's have other members. Resume with the parameter groups of the run that has saved it. With "
             'resume_layout="universal" parameters are read by name, where the groups\' settings allow.'
         )
-    # DeepSpeed has the optimizer make its states when it is set up; on NVMe they aren't seen here.
+    for group in saved:
+        require_same_settings(own, group, shard.optimizer_file)
+    # There are some where a step was taken before; on NVMe they aren't seen here.
     kinds = {name for state in own.state.values() for name, value in state.items() if torch.is_tensor(value)}
     there = {name for state in inner["state"].values() for name in state}
     if lacking := sorted(kinds - there - {"step"}):
@@ -237,6 +239,27 @@ def _require_same_optimizer(optimizer: Any, shard: Shard) -> None:
                     f"{shard.optimizer_file}: the optimizer's {name} of sub-group {index} has {value.numel():,} "
                     "elements, which isn't the size of its weights."
                 )
+
+
+def require_same_settings(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], path: Path) -> None:
+    """Refuse another kind of optimizer's parameter group, by the names of its settings.
+
+    Args:
+        optimizer: This run's.
+        group: From a checkpoint.
+        path: The optimizer's file that it is from.
+
+    Raises:
+        UnfitCheckpointError: Each has settings that the other lacks; a version of torch may have added some.
+    """
+    own = set(optimizer.defaults)
+    every = own.union(*(each for each in optimizer.param_groups))
+    lacking, unknown = own - set(group), set(group) - every - {"params", "name", "moe", "initial_lr"}
+    if lacking and unknown:
+        raise UnfitCheckpointError(
+            f"{path} holds an optimizer with {', '.join(sorted(unknown))}, and this run's {type(optimizer).__name__} "
+            f"has {', '.join(sorted(lacking))} instead. Resume with the optimizer of the run that has saved it."
+        )
 
 
 def require_entries(shard: Shard, needs: Sequence[str]) -> None:

@@ -114,7 +114,7 @@ def recorded(entry: Mapping[str, Any]) -> dict[str, Range]:
     for key, (name, whole, blocks, shape, start, stop, size) in entry["ranges"].items():
         held = Held(name, tuple(whole), tuple(Block(*(tuple(each) for each in block)) for block in blocks))
         inside = all(
-            0 <= first and first + length <= limit
+            first >= 0 and first + length <= limit
             for block in held.blocks
             for place, limits in ((block.here, shape), (block.there, held.whole))
             for first, length, limit in zip(place, block.size, limits, strict=True)

@@ -97,7 +97,9 @@ def load(
     whole = has_optimizer and load_optimizer_states and not load_module_only
     if engine.load_universal_checkpoint():
         place = _look_at_universal(load_dir, tag, layout, trust)
-    elif whole and any_layout and (place := find_together(load_dir, tag)) and _is_of_another_layout(engine, place, trust):
+    elif (
+        whole and any_layout and (place := find_together(load_dir, tag)) and _is_of_another_layout(engine, place, trust)
+    ):
         return _load_other_layout(
             engine,
             place,

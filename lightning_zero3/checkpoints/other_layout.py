@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_zero3.checkpoints.fitness import require_same_settings
 from lightning_zero3.checkpoints.layout_record import Range, ranges_of
 from lightning_zero3.checkpoints.places import UnfitCheckpointError
 from lightning_zero3.checkpoints.saved_parts import Copy, Part, SavedParts
@@ -94,7 +95,8 @@ class OtherLayout:
         flats, states = [], {}
         for index, group in enumerate(self._sub_groups):
             flats.append(torch.cat([each.partition(None) for each in group]))
-            states[index] = dict(self._states[index])
+            # Each its own: several sub-groups' counts may be one storage in a file, and nothing stays in the file.
+            states[index] = {n: v.clone() if torch.is_tensor(v) else v for n, v in self._states[index].items()}
             for kind in self._kinds:
                 states[index][kind] = torch.cat([each.partition(kind) for each in group])
         content = {
@@ -208,12 +210,13 @@ class OtherLayout:
                             "its layout. Resume with the layout that it was saved with."
                         )
                     there.add(name)
-        if here != there:
+        # An optimizer makes its states when it takes its first step.
+        if here and here != there:
             raise UnfitCheckpointError(
                 f"{self._folder} holds the optimizer states {sorted(there)}, and this run's "
                 f"{type(self._optimizer.optimizer).__name__} has {sorted(here)}. Resume with that run's optimizer."
             )
-        return sorted(here)
+        return sorted(there)
 
     def _state_of(self, index: int) -> dict[str, Any]:
         """What a sub-group has one of, as its number of steps."""
@@ -239,6 +242,7 @@ class OtherLayout:
             settings = []
             for rank, sub_group in sorted({each for index in members for each in self._sources(index)}):
                 there = next(g for g in self._inner(rank)["param_groups"] if sub_group in g["params"])
+                require_same_settings(self._optimizer.optimizer, there, self._saved.shards[rank].optimizer_file)
                 settings.append({name: value for name, value in there.items() if name not in _OWN and name in own})
             what = "" if not members else self._said(members[0])
             taken = _alike(settings, f"the parameter group of {what}") if settings else {}
@@ -280,5 +284,3 @@ def _alike(values: Iterable[Any], what: str) -> Any:
             "here. Resume with the parameter groups that it was saved with."
         )
     return first
-
-

@@ -263,7 +263,8 @@ def _laid_out(shard: Shard, ranges: Mapping[str, Range]) -> Iterator[tuple[str, 
             offset += ranges[name].size
         if offset != flat.numel():
             raise DamagedCheckpointError(
-                f"{shard.optimizer_file}: sub-group {index} has {flat.numel():,} elements, and its parameters {offset:,}."
+                f"{shard.optimizer_file}: sub-group {index} has {flat.numel():,} elements, and its parameters have "
+                f"{offset:,}."
             )
     for name in shard.model.get("frozen_param_shapes") or {}:
         if shard.model["frozen_param_fragments"][name].numel() != ranges[name].size:

@@ -1,4 +1,4 @@
-"""A fit goes on in another layout of ranks: every number arrives where it belongs, and losses are the unchanged run's."""
+"""A fit goes on in another layout of ranks: each number is where it belongs, and losses are the unchanged run's."""
 
 from __future__ import annotations
 
@@ -56,13 +56,18 @@ def strategy_of(sizes: Sizes, any_layout: bool, **options: Any) -> Zero3FastStra
     layout = {"resume_layout": "universal"} if any_layout else {}
     zero = {"stage": 3, "sub_group_size": 3000, "stage3_param_persistence_threshold": 40}
     config = {"zero_optimization": zero, "zero_allow_untested_optimizer": True}
-    return Zero3FastStrategy(
-        config, expert_parallel_size=sizes[1], tensor_parallel_size=sizes[2], **layout, **options
-    )
+    return Zero3FastStrategy(config, expert_parallel_size=sizes[1], tensor_parallel_size=sizes[2], **layout, **options)
 
 
 def trained(
-    folder: str, family: str | None, sizes: Sizes, accumulate: int, watch: Watch, steps: int, resumed: bool, precision: str
+    folder: str,
+    family: str | None,
+    sizes: Sizes,
+    accumulate: int,
+    watch: Watch,
+    steps: int,
+    resumed: bool,
+    precision: str,
 ) -> list[float]:
     """Losses of each step from the start, or from the resume, over this rank's micro-batches."""
     module, data = module_of(family)
@@ -221,6 +226,7 @@ def reordered(folder: str) -> tuple[bool, dict[str, str]]:
     micro_step(unchanged, 2)
     for kind in GROUPS:
         engine = grouped(kind)
+        micro_step(engine, 0)  # so that there is something to lose
         loading.guard(engine, layout, trust=False)
         if kind != "as it was":
             said[kind] = refusal(engine, folder, tag="two")
