@@ -77,7 +77,7 @@ def carried_over(
     elif saved is None or saved["data_parallel_size"] == here["data_parallel_size"]:
         said = "The position in the epoch is kept."
     else:
-        said = _moved(loops["fit_loop"], saved, here)
+        said = moved(loops["fit_loop"], saved, here)
     rank_zero_warn(
         f"This checkpoint is of {state['world_size']} ranks, and this run has {trainer.world_size}, or another tensor "
         f"parallel size. What is each rank's own begins anew: {'; '.join(lost)}. {said}"
@@ -85,8 +85,17 @@ def carried_over(
     return state, loops
 
 
-def _moved(fit_loop: dict[str, Any], saved: Mapping[str, int], here: Mapping[str, int]) -> str:
-    """Let the epoch go on after the same samples, with a whole step."""
+def moved(fit_loop: dict[str, Any], saved: Mapping[str, int], here: Mapping[str, int]) -> str:
+    """Let an epoch go on after the same samples, with a whole step.
+
+    Args:
+        fit_loop: The loop's state in what Lightning saves; changed.
+        saved: :func:`position_of` the run that has saved it.
+        here: That of this run.
+
+    Returns:
+        What to tell the user.
+    """
     progress = fit_loop["epoch_loop.batch_progress"]
     through = progress["current"]["processed"]
     samples = through * saved["data_parallel_size"] * saved["batch_size"]
