@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -380,35 +380,3 @@ def _refuse_formats_of_their_own(engine: Any, trust: bool) -> None:
             f"{name} writes a format of its own, which can't be looked at before it is loaded. Pass "
             "trust_checkpoint=True to load it all the same."
         )
-
-
-def read_single_file(path: Any, load: Callable[[bool], dict[str, Any]], *, trust: bool) -> dict[str, Any]:
-    """A whole state dict from one file, on all ranks or on none.
-
-    Args:
-        path: What Lightning's ``CheckpointIO`` is asked for: a file, or an address.
-        load: Reads it; gets ``weights_only``.
-        trust: Whether what is in it may be run.
-
-    Raises:
-        DamagedCheckpointError: It can't be read.
-        UntrustedCheckpointError: It holds something that would have to be run to be read.
-        UnfitCheckpointError: It is a folder.
-    """
-    content: list[dict[str, Any]] = []
-
-    def read() -> None:
-        if Path(path).is_dir():
-            raise UnfitCheckpointError(
-                f"{path} is a folder, and load_full_weights=True reads a single file. Leave it out to load a sharded "
-                "checkpoint."
-            )
-        if Path(path).is_file():
-            unpickling.check_sums(Path(path))
-        found = unpickling.restricted(path, trust, load)
-        if not isinstance(found, Mapping) or "state_dict" not in found:
-            raise manifest.DamagedCheckpointError(f"{path} isn't a checkpoint of Lightning: it has no state_dict.")
-        content.append(dict(found))
-
-    together(read)
-    return content[0]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,10 @@ import pytest
 import torch
 
 from lightning_zero3 import Zero3FastStrategy
-from lightning_zero3.checkpoints import loading
+from lightning_zero3.checkpoints import layout_record, loading
 from lightning_zero3.checkpoints.places import UnfitCheckpointError
 from lightning_zero3.topology import Topology
+from tests.distributed.test_loading import flip, saved, shard, strategy
 from tests.distributed.test_loading import refused as refusal
 from tests.engines import Trainable, micro_step
 from tests.engines import build as build_engine
@@ -269,3 +272,63 @@ def test_parameters_in_another_order_or_group(ranks, tmp_path, world_size):
         assert 'resume_layout="universal"' in said["in another order"]
         assert 'resume_layout="universal"' in said["groups in another order"]
         assert "have other members" in said["moved to another group"]
+
+
+def edited(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    content = torch.load(path, weights_only=False)
+    change(content)
+    torch.save(content, path)
+
+
+def of_rank_1(change: Callable[[dict[str, Any]], None], kind: str = "model") -> Callable[[Path], None]:
+    return lambda folder: edited(shard(folder, 1, kind), change)
+
+
+def without_states(content: dict[str, Any]) -> None:
+    content["optimizer_state_dict"]["optimizer_state_dict"] = None
+
+
+def another_range(start: int, stop: int) -> Callable[[dict[str, Any]], None]:
+    def change(content: dict[str, Any]) -> None:
+        ranges = content[layout_record.SAVED]["ranges"]
+        ranges["net.0.weight"] = (*ranges["net.0.weight"][:4], start, stop, ranges["net.0.weight"][6])
+
+    return change
+
+
+# net.0.weight has 31 × 13 elements, 202 on each of two ranks.
+BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a file is missing": (
+        lambda folder: shard(folder, 1).unlink(),
+        "zero_pp_rank_1_mp_rank_00_optim_states.pt is missing",
+    ),
+    "a bit": (lambda folder: flip(shard(folder, 1)), "zero_pp_rank_1_mp_rank_00_optim_states.pt is damaged"),
+    "a range beyond the tensor": (of_rank_1(another_range(202, 404)), "isn't laid out"),
+    "the same range twice": (of_rank_1(another_range(0, 202)), "holds 202 of the 403 elements of net.0.weight"),
+    "no names": (of_rank_1(lambda c: c[layout_record.SAVED]["ranges"].clear()), "its record of the layout lacks"),
+    "not known": (of_rank_1(lambda c: c.update({layout_record.SAVED: {"unknown": "sliced oddly"}})), "sliced oddly"),
+    "weights only": (of_rank_1(without_states, "optim"), "holds weights only"),
+}
+
+
+def broken(folder: str) -> dict[str, str]:
+    engine = fit(Regression(), Pairs(), strategy(resume_layout="universal"), steps=1).strategy.model
+    said = {}
+    for name, (change, _) in BROKEN.items():
+        shutil.copytree(folder, f"{folder} {name}")
+        change(Path(f"{folder} {name}"))
+        said[name] = refusal(engine, f"{folder} {name}")
+    engine.load_checkpoint(folder)
+    assert engine.global_steps == 2
+    return said
+
+
+def of_two(folder: str) -> None:
+    saved(folder)
+
+
+def test_broken_files_of_another_layout_are_refused(ranks, tmp_path):
+    folder = str(tmp_path / "saved")
+    ranks(2).run(of_two, folder)
+    for name, message in ranks(1).run(broken, folder)[0].items():
+        assert BROKEN[name][1] in message, (name, message)
