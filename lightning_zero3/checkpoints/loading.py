@@ -142,7 +142,7 @@ def load(
             load_module_only=load_module_only,
             custom_load_fn=custom_load_fn,
         )
-    loaded[1].pop(layout_record.SAVED, None)
+    (loaded[1] or {}).pop(layout_record.SAVED, None)
     return loaded
 
 
