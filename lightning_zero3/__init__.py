@@ -25,6 +25,7 @@ if TYPE_CHECKING or not _FOR_THE_DOCTOR:
     from lightning_zero3.checkpoints.saver import CheckpointNotSavedError
     from lightning_zero3.fabric import Zero3FastFabricStrategy
     from lightning_zero3.metrics.callback import Zero3Monitor
+    from lightning_zero3.metrics.profile import Zero3Profile
     from lightning_zero3.moe.peer_batches import PeerBatchesError
     from lightning_zero3.optimizer.layer_norms import grad_norms
     from lightning_zero3.refusals import UnsupportedFeatureError
@@ -51,6 +52,7 @@ __all__ = [
     "Zero3FastStrategy",
     "Zero3Monitor",
     "Zero3Options",
+    "Zero3Profile",
     "__version__",
     "grad_norms",
 ]

@@ -80,6 +80,11 @@ class FabricStrategy(FabricCheckpoints, EngineSetup, OptionsOfAStrategy):
             SetupError: A parallel size doesn't fit the ranks, or there is nothing to verify.
             RuntimeError: The accelerator isn't supported, or isn't the one that DeepSpeed was imported for.
         """
+        if self.options.async_save:
+            raise SetupError(
+                "async_save=True: with Fabric a save ends before fabric.save returns, since nothing of Fabric's comes "
+                "after it that could commit it. Leave it out."
+            )
         plugin: Any = self.precision  # type: ignore[attr-defined]
         self._check_accelerator()
         precision.require_deepspeed_precision(plugin)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from contextlib import ExitStack
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_zero3.checkpoints import loading
 from lightning_zero3.checkpoints.consolidated import load_consolidated
+from lightning_zero3.checkpoints.saver import Request, Saver, layout_of, only_upstream_can_save
 from lightning_zero3.checkpoints.sharded_weights import client_state
 from lightning_zero3.config import Zero3Options
 from lightning_zero3.fabric_steps import SteppedEngine, SteppedOptimizer, drop_saved_state
+from lightning_zero3.substitution import substituted
 from lightning_zero3.topology import Topology
 
 
@@ -22,6 +30,8 @@ class FabricCheckpoints:
     parallel_layout: Topology
     global_rank: int
     load_full_weights: bool
+    num_processes: int
+    _timeout: timedelta | None
     _stepped: tuple[SteppedEngine, ...] = ()
 
     def _of(self, engine: Any) -> SteppedEngine | None:
@@ -40,6 +50,7 @@ class FabricCheckpoints:
 
         Raises:
             RuntimeError: The model has no optimizer, or a later setup has taken it over.
+            CheckpointNotSavedError: On all ranks, if it failed on any.
         """
         if not self.options.stock_semantics:
             # Without an engine, or with two, Lightning says so.
@@ -47,7 +58,33 @@ class FabricCheckpoints:
                 state = {**state, **self._required(engine).saved_state()}
             # An optimizer's states are its engine's to save.
             state = {name: value for name, value in state.items() if not isinstance(value, SteppedOptimizer)}
-        super().save_checkpoint(path, state, storage_options, filter)  # type: ignore[misc]
+        with ExitStack() as scope:
+            for engine in [] if self.options.stock_semantics else _engines_in(state)[:1]:
+                scope.enter_context(substituted(engine, "save_checkpoint", partial(self._save, engine)))
+            super().save_checkpoint(path, state, storage_options, filter)  # type: ignore[misc]
+
+    def _save(
+        self, engine: Any, path: Any, *, client_state: dict[str, Any], tag: str, exclude_frozen_parameters: bool
+    ) -> None:
+        """In place of ``engine.save_checkpoint``, as Lightning's ``save_checkpoint`` calls it."""
+        upstreams = only_upstream_can_save(engine)
+        with substituted(engine, "save_checkpoint", partial(type(engine).save_checkpoint, engine)):
+            if upstreams is not None:
+                rank_zero_warn(upstreams)
+                engine.save_checkpoint(
+                    path, client_state=client_state, tag=tag, exclude_frozen_parameters=exclude_frozen_parameters
+                )
+                return
+            Saver(self._timeout).save(
+                engine,
+                Request(
+                    path=Path(os.path.abspath(path)),
+                    client_state=client_state,
+                    layout=layout_of(self.parallel_layout),
+                    exclude_frozen=exclude_frozen_parameters,
+                    ranks_here=self.num_processes,
+                ),
+            )
 
     def _required(self, engine: Any) -> SteppedEngine:
         stepped = self._of(engine)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_zero3 import engine_end
 from lightning_zero3.checkpoints import commit
-from lightning_zero3.checkpoints.saver import Request, Saver
+from lightning_zero3.checkpoints.saver import Request, Saver, layout_of, only_upstream_can_save
 from lightning_zero3.config import Zero3Options
 from lightning_zero3.moe.parallel_layers import topology_of
 from lightning_zero3.substitution import substituted
@@ -79,10 +78,10 @@ class SavingStrategy(_Strategy):
         """
         offered, self._offered = self._offered, None
         self._require_something_to_save()
-        upstreams = self._only_upstream_can_save()
+        upstreams = only_upstream_can_save(self.model)
         if upstreams is not None or storage_options is not None:
             if upstreams is not None:
-                rank_zero_warn(f"{upstreams}: DeepSpeed saves by itself, and a save that is cut short isn't noticed.")
+                rank_zero_warn(upstreams)
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         path = Path(self.broadcast(os.path.abspath(filepath)))
@@ -93,7 +92,7 @@ class SavingStrategy(_Strategy):
         request = Request(
             path=path,
             client_state={k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")},
-            layout={"ranks" if name == "world_size" else name: size for name, size in asdict(layout).items()},
+            layout=layout_of(layout),
             weights_only="optimizer_states" not in checkpoint,
             exclude_frozen=self.exclude_frozen_parameters,
             ranks_here=self.num_processes,
@@ -191,13 +190,6 @@ class SavingStrategy(_Strategy):
         state = None if module is None else module.trainer.state
         running = state is not None and state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
         return self.options.async_save and running and not path.name.startswith(_BEFORE_REQUEUE)
-
-    def _only_upstream_can_save(self) -> str | None:
-        engine: Any = self.model
-        if engine.use_node_local_storage():
-            return "checkpoint.use_node_local_storage is set in the DeepSpeed config"
-        theirs = engine.checkpoint_engine
-        return f"The DeepSpeed config asks for {type(theirs).__name__}" if theirs.is_decoupled() else None
 
     def _require_something_to_save(self) -> None:
         if not hasattr(self.model, "save_checkpoint") or not engine_end.has_optimizer(self.model):

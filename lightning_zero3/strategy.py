@@ -131,8 +131,8 @@ class TrainerStrategy(
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             rank_zero_warn(
-                f"{checkpoint_path} has none of a Trainer's entries: it was saved by Fabric. Weights, masters and "
-                "moments are loaded; steps, epochs, schedulers and callbacks begin anew."
+                f"{checkpoint_path} has none of a Trainer's entries: it was saved by Fabric or by an engine. "
+                "Weights, masters and moments are loaded; steps, epochs, schedulers and callbacks begin anew."
             )
         return {**checkpoint, _VERSION: package_of(self).__version__, "lr_schedulers": []}
 

@@ -16,10 +16,7 @@ SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "repr
 # One of Lightning, DeepSpeed with and without Transformers; the others are no different, and cost 4 seconds each.
 QUICK = {
     "autoep_output_recorders",
-    "config_changed_in_place",
     "dead_alias_comparison",
-    "gathered_edit_lost",
-    "loss_divided_twice",
     "unused_parameter_moves",
 }
 EXIT_CODES = {"present": 1, "fixed": 0, "can't tell": 2}

@@ -8,7 +8,7 @@ Source: ``DeepSpeedEngine._load_checkpoint``, ``_load_zero_checkpoint``,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -259,23 +259,6 @@ def require_same_settings(optimizer: torch.optim.Optimizer, group: Mapping[str, 
         raise UnfitCheckpointError(
             f"{path} holds an optimizer with {', '.join(sorted(unknown))}, and this run's {type(optimizer).__name__} "
             f"has {', '.join(sorted(lacking))} instead. Resume with the optimizer of the run that has saved it."
-        )
-
-
-def require_entries(shard: Shard, needs: Sequence[str]) -> None:
-    """Refuse a checkpoint that lacks what others than DeepSpeed want of it.
-
-    Args:
-        shard: This rank's files.
-        needs: Names in the model file.
-
-    Raises:
-        UnfitCheckpointError: One is missing.
-    """
-    if lacking := [name for name in needs if name not in shard.model]:
-        raise UnfitCheckpointError(
-            f"{shard.model_file} has no {' and no '.join(lacking)}: it was saved by engine.save_checkpoint and not by "
-            "the Trainer, which can't go on from it. Take it into the running engine by engine.load_checkpoint."
         )
 
 

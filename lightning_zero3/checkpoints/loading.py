@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,6 @@ def load(
     layout: Topology,
     trust: bool,
     any_layout: bool = False,
-    needs: Sequence[str] = (),
 ) -> tuple[str, dict[str, Any]]:
     """As ``DeepSpeedEngine.load_checkpoint``, or not at all.
 
@@ -80,7 +79,6 @@ def load(
         layout: The run's layout.
         trust: Whether what is in files may be run.
         any_layout: Whether a checkpoint of another layout is read into this one.
-        needs: Entries beside DeepSpeed's own that there must be.
 
     Returns:
         The model file's path, and what isn't DeepSpeed's own in it.
@@ -107,10 +105,9 @@ def load(
             trust=trust,
             strict=load_module_strict,
             lr_scheduler=load_lr_scheduler_states,
-            needs=needs,
         )
     elif whole:
-        place, left_out = _look_at_own(engine, load_dir, tag, trust, load_module_strict, needs)
+        place, left_out = _look_at_own(engine, load_dir, tag, trust, load_module_strict)
         load_module_strict = load_module_strict and not left_out
     else:
         if custom_load_fn is not None:
@@ -255,7 +252,6 @@ def _load_other_layout(
     trust: bool,
     strict: bool,
     lr_scheduler: bool,
-    needs: Sequence[str],
 ) -> tuple[str, dict[str, Any]]:
     found: list[OtherLayout] = []
     models: list[dict[str, Any]] = []
@@ -272,7 +268,6 @@ def _load_other_layout(
             saved = saved_parts.open_all(every, trust=trust)
             # Lightning's entries: this rank's own, where there are as many ranks.
             own = saved.shards[rank if len(every) == layout.world_size else 0]
-            fitness.require_entries(own, needs)
             found.append(OtherLayout(engine, saved, strict=strict))
         models.append(unpickling.read(own.model_file, trust=trust))
         return verified, facts
@@ -285,9 +280,7 @@ def _load_other_layout(
     return str(place.shards), client_state(models[0])
 
 
-def _look_at_own(
-    engine: Any, load_dir: Any, tag: Any, trust: bool, strict: bool, needs: Sequence[str]
-) -> tuple[Place, list[str]]:
+def _look_at_own(engine: Any, load_dir: Any, tag: Any, trust: bool, strict: bool) -> tuple[Place, list[str]]:
     """Look at the files that DeepSpeed will read on this rank; which frozen parameters aren't there."""
     place = find_together(load_dir, tag)
     left_out: list[str] = []
@@ -301,7 +294,6 @@ def _look_at_own(
         with _as_known(files[0]):
             shard = shards.open_shard(files[0], files[1], trust=trust)
             fitness.require_fit(engine, shard)
-            fitness.require_entries(shard, needs)
             left_out.extend(fitness.frozen_left_out(engine.module, shard.model))
             if strict:
                 fitness.require_same_names(engine.module, shard, left_out)

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from lightning_zero3.checkpoints import commit, manifest
 from lightning_zero3.checkpoints.manifest import Manifest, Written
 from lightning_zero3.checkpoints.writer import Writer
 from lightning_zero3.substitution import substituted
+from lightning_zero3.topology import Topology
 
 # Lightning looks for a folder of this name, and DeepSpeed's ``latest`` holds it.
 TAG = "checkpoint"
@@ -65,6 +66,31 @@ class Request:
     weights_only: bool = False
     exclude_frozen: bool = False
     ranks_here: int = 1
+
+
+def layout_of(layout: Topology) -> dict[str, int]:
+    """What a manifest says of a run's layout.
+
+    Args:
+        layout: The run's.
+    """
+    return {"ranks" if name == "world_size" else name: size for name, size in asdict(layout).items()}
+
+
+def only_upstream_can_save(engine: Any) -> str | None:
+    """Why DeepSpeed has to save by itself, as a warning; None where it needn't.
+
+    Args:
+        engine: DeepSpeed's engine.
+    """
+    theirs = engine.checkpoint_engine
+    if engine.use_node_local_storage():
+        why = "checkpoint.use_node_local_storage is set in the DeepSpeed config"
+    elif theirs.is_decoupled():
+        why = f"The DeepSpeed config asks for {type(theirs).__name__}"
+    else:
+        return None
+    return f"{why}: DeepSpeed saves by itself, and a save that is cut short isn't noticed."
 
 
 @dataclass

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from lightning_zero3 import Zero3FastStrategy, Zero3Monitor
+from lightning_zero3 import Zero3FastStrategy, Zero3Monitor, Zero3Profile
 from lightning_zero3.config import Zero3Options
 from lightning_zero3.metrics.summary import read_metrics, summarise
 from lightning_zero3.metrics.summary_table import print_table
@@ -169,6 +169,9 @@ def fit(
         saving = [
             Saving(run_dir, output=settings.output, every=every, keep=keep, made_by=prepared.made_by, resumed=resumed)
         ]
+    steps, profiling = settings.profiled_steps, []
+    if steps is not None:
+        profiling = [Zero3Profile(steps, folder=run_dir / "profile", memory=settings.profile_memory)]
     per_step = settings.micro_batch_size * settings.accumulate_grad_batches
     told = attention.describe(config, settings.attention)
     trainer = pl.Trainer(
@@ -192,6 +195,7 @@ def fit(
             _Introduce(title or prepared.title, prepared.stream.description, prepared.entropy, told, resumed),
             SameCheckpoint(resumed),
             *saving,
+            *profiling,
         ],
         enable_checkpointing=False,
         enable_model_summary=False,

@@ -92,6 +92,9 @@ class Settings(Zero3Options):
         ab: Train with this switch off (A) and on (B), with the same weights and data, one fit after the other in the
             same processes, and print what B saves; null for an ordinary run.
         ab_rounds: How often, for A B, B A, A B and so on. With 2 or more, runs of one arm tell how large noise is.
+        profile: Steps that torch's profiler watches, counted from 1, such as 5 or 5-6: a trace for Perfetto and
+            TensorBoard from each rank, and a table of what each phase costs, in the run's folder; null for none.
+        profile_memory: Record memory in these steps, too: each phase's peak, and on GPUs a snapshot.
         timeout_seconds: How long a rank waits for the others in a collective, before it ends with an error.
         seed: For weights and the order of the data.
         weights: Start from a Hugging Face checkpoint: a folder of safetensors, of which each rank reads its part; null
@@ -133,6 +136,8 @@ class Settings(Zero3Options):
     resume: str | None = None
     ab: Switch | None = None
     ab_rounds: int = 2
+    profile: str | None = None
+    profile_memory: bool = False
     timeout_seconds: int = 1800
     seed: int = 0
     weights: str | None = None
@@ -160,11 +165,35 @@ class Settings(Zero3Options):
             raise SetupError(f"--ab {self.ab} compares whole runs: leave --checkpoint_every and --resume out.")
         if self.ab is not None and self.steps < 3:
             raise SetupError(f"--ab {self.ab} with {self.steps} steps: the first isn't counted; 3 or more.")
+        self._check_profile()
         if self.bf16_masters and not self.precision.startswith("bf16"):
             raise SetupError(
                 f"--bf16_masters true with --precision {self.precision}: masters in bf16 need weights in bf16. Add "
                 "--precision bf16-mixed, or leave bf16_masters out."
             )
+
+    def _check_profile(self) -> None:
+        if self.profile is None:
+            if self.profile_memory:
+                raise SetupError("--profile_memory records memory in profiled steps: add --profile 5-6.")
+            return
+        if self.ab is not None:
+            raise SetupError(
+                f"--profile {self.profile} with --ab {self.ab}: the profiler's own time would be compared."
+            )
+        first, last = self.profiled_steps or (0, 0)
+        if not 1 <= first <= last <= self.steps:
+            raise SetupError(
+                f"--profile {self.profile}: a step or a range of steps, such as 5 or 5-6, of this run's {self.steps}."
+            )
+
+    @property
+    def profiled_steps(self) -> tuple[int, int] | None:
+        """First and last step to profile; None for none, or where they can't be read."""
+        first, dash, last = (self.profile or "").partition("-")
+        if not (first.isdecimal() and (last if dash else first).isdecimal()):
+            return None
+        return int(first), int(last if dash else first)
 
     @property
     def steps(self) -> int:

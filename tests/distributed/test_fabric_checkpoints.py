@@ -11,7 +11,9 @@ import torch
 from torch import distributed
 from torch.utils.data import DataLoader
 
-from lightning_zero3 import Zero3FastFabricStrategy, Zero3FastStrategy
+from lightning_zero3 import CheckpointNotSavedError, DamagedCheckpointError, Zero3FastFabricStrategy, Zero3FastStrategy
+from lightning_zero3.checkpoints import manifest
+from lightning_zero3.config import SetupError
 from tests.fabric_loops import fabric_of, train
 from tests.fits import QUIET, Pairs, Regression, assert_equal_bits, fit, optimizer_of, tensors_of
 from tests.models import build, tiny
@@ -185,3 +187,42 @@ def test_a_model_without_an_optimizer_is_neither_saved_nor_trained(ranks):
     assert "Save what fabric.setup(model, optimizer) returned" in evaluated
     assert taken_over == evaluated
     assert "model, optimizer = fabric.setup(model, optimizer)" in backward
+
+
+def as_a_whole() -> dict[str, Any]:
+    fabric = fabric_of(Zero3FastFabricStrategy(CONFIG))
+    module = Regression()
+    model, optimizer = fabric.setup(module, module.configure_optimizers())
+    path = folder() / "saved"
+    state = {"model": model, "optimizer": optimizer}
+    fabric.save(path, state)
+    verified = manifest.verify(path)
+    distributed.barrier()
+    shard = next(path.rglob("*optim_states.pt"))
+    if fabric.global_rank == 0:
+        data = bytearray(shard.read_bytes())
+        data[len(data) // 2] ^= 1
+        shard.write_bytes(bytes(data))
+    distributed.barrier()
+    before = weights_and_masters(model._forward_module.optimizer)
+    with pytest.raises(DamagedCheckpointError, match=shard.name):
+        fabric.load(path, state)
+    assert_equal_bits(weights_and_masters(model._forward_module.optimizer), before)
+    fabric.save(path, state)  # over the damaged one
+    blocked = path.parent / "file"
+    blocked.touch()
+    with pytest.raises(CheckpointNotSavedError, match="file"):
+        fabric.save(blocked / "below", state)
+    return {"verified": (verified, manifest.verify(path)), "left": sorted(p.name for p in path.iterdir())}
+
+
+@pytest.mark.parametrize("ranks_", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_save_is_whole_or_not_there_and_a_damaged_one_is_refused(ranks, ranks_):
+    for seen in ranks(ranks_).run(as_a_whole):
+        assert seen["verified"] == (True, True)
+        assert {"checkpoint", "latest", "manifest.json"} <= set(seen["left"])
+
+
+def test_saving_in_the_background_is_refused():
+    with pytest.raises(SetupError, match="async_save"):
+        Zero3FastFabricStrategy(async_save=True).setup_environment()

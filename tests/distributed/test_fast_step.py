@@ -491,6 +491,7 @@ def norms_at(switch: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("switch", [True, False])
+@pytest.mark.slow
 def test_four_ranks_have_the_norm_within_4_ulps_and_the_same_without_the_switch(ranks, switch, record_property):
     for seen in ranks(4).run(norms_at, switch):
         record_property("norm at 4 ranks", str(seen))

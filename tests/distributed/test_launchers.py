@@ -68,6 +68,7 @@ def test_torchrun(two_ranks):
     assert [line["losses"] for line in seen] == [line["losses"] for line in two_ranks]
 
 
+@pytest.mark.slow
 def test_slurm_variables(two_ranks):
     def started(rank: int) -> subprocess.Popen[str]:
         variables = environment(

@@ -230,6 +230,7 @@ def without_marks() -> str:
     return "; ".join([outcome[0], *(str(w.message) for w in caught if "stock_semantics" in str(w.message))])
 
 
+@pytest.mark.slow
 def test_without_marks_it_hangs_or_fails_after_a_warning_that_names_the_module():
     pool = RankPool(2)
     try:

@@ -155,7 +155,7 @@ def every(zero: dict[str, Any], uses: tuple[str, ...]) -> dict[str, dict[str, An
     return {use: against_stock(use, zero) for use in uses}
 
 
-@pytest.mark.parametrize("ranks_", [1, 2])
+@pytest.mark.parametrize("ranks_", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("zero", [TIGHT, pytest.param({}, marks=pytest.mark.slow)], ids=["tight", "by default"])
 def test_every_use_of_a_module_has_stocks_bits_and_gathers(ranks, zero, ranks_):
     for seen in ranks(ranks_).run(every, zero, USES):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_zero3 import Zero3FastStrategy
-from lightning_zero3.optimizer.collective_census import COLLECTIVES
+from lightning_zero3.collective_counts import COLLECTIVES
 from lightning_zero3.plan.extract import structure_of
 from lightning_zero3.plan.shape import shape_of
 from lightning_zero3.plan.traffic import traffic_of

@@ -75,7 +75,7 @@ def test_one_rank_with_autoep_layers(ranks, family):
     [
         {"expert_parallel_size": 2},
         {"tensor_parallel_size": 2},
-        pytest.param({"tensor_parallel_size": 2, "expert_parallel_size": 2}, id="both"),
+        pytest.param({"tensor_parallel_size": 2, "expert_parallel_size": 2}, id="both", marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -148,7 +148,8 @@ def after_the_kill(folder: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("which", "background"), [(1, False), *(pytest.param(which, True, marks=pytest.mark.slow) for which in (0, 1))]
+    ("which", "background"),
+    [pytest.param(*each, marks=pytest.mark.slow) for each in ((1, False), (0, True), (1, True))],
 )
 def test_a_rank_that_is_killed_in_the_middle_leaves_the_checkpoint_before(which, background, ranks, tmp_path):
     pool = RankPool(2)

@@ -271,7 +271,7 @@ def live(pool: Any, precision: str, sequences: int, derandomize: bool) -> dict[s
 
 
 @pytest.mark.parametrize(("world_size", "sequences"), [(1, 25), (2, 5)])
-@pytest.mark.parametrize("precision", ["fp32", "bf16 masters"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16 masters", marks=pytest.mark.slow)])
 def test_lives(ranks, precision, world_size, sequences):
     happened = live(ranks(world_size), precision, sequences, derandomize=True)
     assert happened["born"] >= sequences

@@ -53,6 +53,13 @@ def test_a_switch_alone_is_on():
     assert parse(["--max_steps", "50"]).steps == 50
 
 
+def test_steps_to_profile(tmp_path):
+    assert parse([]).profiled_steps is None
+    assert parse(["--profile", "5"]).profiled_steps == (5, 5)
+    assert parse(["--profile", "5-12", "--profile_memory"]).profiled_steps == (5, 12)
+    assert parse(["--config", written(tmp_path / "a.yaml", profile="5-6")]).profiled_steps == (5, 6)
+
+
 def test_print_config_prints_what_a_file_may_hold(tmp_path, capsys):
     arguments = ["--size", "full", "--layers", "3", "--stock_semantics", "true", "--learning_rate", "2e-5"]
     with pytest.raises(SystemExit) as ended:
@@ -97,6 +104,12 @@ def test_help_says_what_each_option_does_and_the_sizes_default(capsys):
         (["--loss_tiles", "300"], "--loss_tiles 300: a sample has 256 tokens"),
         (["--bf16_masters", "true"], "--precision bf16-mixed"),
         (["--attention", "flash"], "attention"),
+        (["--profile", "5-"], "--profile 5-: a step or a range of steps, such as 5 or 5-6, of this run's 200."),
+        (["--profile", "6-5"], "--profile 6-5: a step or a range"),
+        (["--profile", "0"], "--profile 0: a step or a range"),
+        (["--profile", "9-11", "--benchmark"], "of this run's 10."),
+        (["--profile_memory"], "add --profile 5-6"),
+        (["--profile", "5", "--ab", "batch_optimizer_step"], "--profile 5 with --ab batch_optimizer_step"),
         (["--tensor_parallel_size", "0"], "tensor_parallel_size=0"),
         (["--config", "no/such.yaml"], "no/such.yaml: No such file"),
     ],

@@ -51,6 +51,7 @@ def test_the_default_run_learns_from_real_text_in_two_processes_with_expert_para
     assert list((tmp_path / "version_0" / "tensorboard").glob("events.*"))
 
 
+@pytest.mark.slow
 def test_other_text_and_a_second_run_beside_the_first(tmp_path):
     corpus = tmp_path / "corpus.jsonl"
     line = {"body": "the quick brown fox jumps over the lazy dog. " * 20}

@@ -153,6 +153,7 @@ def killed_and_resumed(ranks, hosts, text, tmp_path, *, start: str, recipe: str,
     assert second == dict(list(expected.items())[done:])
 
 
+@pytest.mark.slow
 def test_a_killed_host_ends_the_other_and_a_resume_goes_on_with_the_same_losses(ranks, hosts, text, tmp_path):
     killed_and_resumed(ranks, hosts, text, tmp_path, start="torchrun", recipe="glm45air", each=1, victim=1)
 

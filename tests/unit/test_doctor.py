@@ -97,6 +97,7 @@ def test_a_trial_that_hangs_is_ended(tmp_path: Path) -> None:
     assert problem["fatal"] is False
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_for_real_and_a_compiler_that_is_not_there(tmp_path: Path) -> None:
     programs = tmp_path / "programs"
     programs.mkdir()

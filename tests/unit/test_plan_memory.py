@@ -28,6 +28,7 @@ def plan(tokens: int, **fields: Any) -> tuple[Structure, Rehearsal, Memory]:
     return structure, rehearsal, memory_of(setup, structure, rehearsal)
 
 
+@pytest.mark.slow
 def test_four_layers_on_two_gpus():
     structure, rehearsal, memory = plan(4096, **FIRST_LAYERS)
     assert memory.second_copy / GIB == pytest.approx(10.1, abs=0.05)

@@ -56,7 +56,7 @@ def test_an_unknown_name_is_refused_with_those_that_there_are():
         recipe_settings("qwen35", ["--max_step", "1"])
 
 
-@pytest.mark.parametrize(("wheel", "foreign"), [(False, False), (True, True)])
+@pytest.mark.parametrize(("wheel", "foreign"), [pytest.param(False, False, marks=pytest.mark.slow), (True, True)])
 def test_from_a_clone_and_from_a_wheel_no_name_is_claimed(tmp_path, foreign, wheel):
     home = ROOT
     if wheel:  # laid out as the wheel is

@@ -40,6 +40,7 @@ def assert_refused(arguments: list[str], message: str, capfd: pytest.CaptureFixt
     assert message in err
 
 
+@pytest.mark.slow
 def test_the_reports_glm_on_a_laptop():
     command = [sys.executable, "-c", WITH_MEMORY]
     sizes = ["--nodes", "4", "--devices", "8", "--expert-parallel-size", "8"]
