@@ -243,6 +243,15 @@ COMBINATIONS: tuple[Combination, ...] = (
         f"{_D}/test_evaluate.py::test_another_number_of_ranks_reads_the_same_weights",
     ),
     Combination(
+        '`resume_layout="universal"`: a fit goes on with 4 → 2, 2 → 4 and 2 → 1 ranks; EP 2 → 4, EP 2 → 1, with and '
+        "without expert parallelism; TP 2 → 1, 1 → 2; both at once; GLM, Qwen3.5, Mixtral, MiniMax-M3; fp32, "
+        "bf16-mixed, optimizer on the CPU; parameters in another order",
+        "tested",
+        "masters and moments to the bit, there and back; losses within 1e-6 of the unchanged run's in fp32, 1e-2 in "
+        "bf16; three cases in the default suite, the rest with `-m slow`",
+        f"{_D}/test_other_layouts.py::test_a_fit_goes_on_in_another_layout",
+    ),
+    Combination(
         "`model.generate` in validation with sentences of unequal lengths on 2 ranks, expert parallelism too",
         "tested",
         "the tokens of the whole model; `synced_gpus` is set",

@@ -70,12 +70,16 @@ class Zero3Options:
         async_save: Let training go on while a checkpoint is written out of a copy in host memory.
         stock_semantics: Give exactly ``deepspeed_stage_3``'s numbers, its known faults included: none of the
             corrections that docs/corrections.md lists is applied.
+        resume_layout: ``"universal"``: a fit goes on from a sharded checkpoint of other numbers of ranks, other expert
+            or tensor parallel sizes, or another order of parameters; each rank reads its share of masters and moments
+            from all ranks' files. ``None``: such a checkpoint is refused.
         trust_checkpoint: Read checkpoints without a restriction, as DeepSpeed does. Whatever code is in them is run:
             only for files whose every writer you trust.
 
     Raises:
         TypeError: A switch is no bool, a size or a budget no int, a speed no number, or a preset no string.
-        ValueError: A size or a budget below 1, a speed that isn't above 0, or a preset without a size.
+        ValueError: A size or a budget below 1, a speed that isn't above 0, a preset without a size, or an unknown
+            layout.
 
     >>> Zero3Options(expert_parallel_size=8).expert_parallel_size
     8
@@ -101,6 +105,7 @@ class Zero3Options:
     verify_parallel: bool = False
     async_save: bool = False
     stock_semantics: bool = False
+    resume_layout: str | None = None
     trust_checkpoint: bool = False
 
     def __post_init__(self) -> None:
@@ -130,6 +135,11 @@ class Zero3Options:
         if preset is not None and self.expert_parallel_size is None:
             raise ValueError(
                 f"expert_parallel_preset={preset!r} without expert_parallel_size has no effect: pass both or neither."
+            )
+        if self.resume_layout not in (None, "universal"):
+            raise ValueError(
+                f'resume_layout={self.resume_layout!r}: "universal" to go on from a checkpoint of another layout of '
+                "ranks, or None to refuse it."
             )
         speed = self.router_bias_update_speed
         if speed is not None and (isinstance(speed, bool) or not isinstance(speed, int | float)):

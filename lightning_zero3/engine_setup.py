@@ -13,7 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_zero3 import build_locks, cpu_ops, ds_config, engine_end, group_timeouts, process_exit
-from lightning_zero3.checkpoints import loading
+from lightning_zero3.checkpoints import layout_record, loading
 from lightning_zero3.config import SetupError, Zero3Options
 from lightning_zero3.moe import auxiliary_loss, expert_parallel, parallel_layers, tensor_parallel
 from lightning_zero3.moe.build import refuse_meta_tensors
@@ -233,6 +233,7 @@ class EngineSetup:
         )
         group_timeouts.set_for_new(list(self._groups_before), self._timeout)
         self._guard_loading(built[0])
+        layout_record.keep_in_checkpoints(built[0], self.parallel_layout)
         return built
 
     def _evaluating_engine(self, model: nn.Module) -> Any:
@@ -257,7 +258,8 @@ class EngineSetup:
         return engine
 
     def _guard_loading(self, engine: Any) -> None:
-        loading.guard(engine, self.parallel_layout, trust=self.options.trust_checkpoint)
+        any_layout = self.options.resume_layout is not None
+        loading.guard(engine, self.parallel_layout, trust=self.options.trust_checkpoint, any_layout=any_layout)
 
 
 def _sizes(config: Any) -> tuple[int | None, int]:

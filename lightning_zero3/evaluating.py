@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_zero3 import engine_end
 from lightning_zero3.checkpoints import loading
 from lightning_zero3.checkpoints.sharded_weights import client_state
+from lightning_zero3.checkpoints.single_file import read_single_file
 from lightning_zero3.config import SetupError, Zero3Options
 from lightning_zero3.moe import parallel_layers
 from lightning_zero3.moe.generation import ranks_in_step
@@ -87,7 +88,7 @@ class EvaluatingStrategy(_Strategy):
         trust = self.options.trust_checkpoint if weights_only is None else not weights_only
         if self.load_full_weights:
             path, load = self.broadcast(checkpoint_path), super(self.upstream, self).load_checkpoint
-            return loading.read_single_file(path, lambda only: load(path, only), trust=trust)
+            return read_single_file(path, lambda only: load(path, only), trust=trust)
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         if not fitting and self.config.get("checkpoint", {}).get("load_universal"):
             raise SetupError(
@@ -102,6 +103,7 @@ class EvaluatingStrategy(_Strategy):
                 load_module_strict=module.strict_loading,
                 layout=self._layout,
                 trust=trust,
+                any_layout=self.options.resume_layout is not None,
             )
             return state
         place = loading.find_together(checkpoint_path)

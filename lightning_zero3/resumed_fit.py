@@ -20,7 +20,7 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_zero3 import epoch_means, fit_position, loader_position, random_states
+from lightning_zero3 import changed_ranks, epoch_means, fit_position, loader_position, random_states
 from lightning_zero3.fit_position import Place
 from lightning_zero3.substitution import substituted
 
@@ -135,6 +135,7 @@ class FitWatch:
             "place": place.value,
             "rank": trainer.global_rank,
             "world_size": trainer.world_size,
+            "position": changed_ranks.position_of(trainer),
             "random": random,
             "loader_draws": self._draws,
             "seed": os.environ.get(_SEED),
@@ -143,21 +144,23 @@ class FitWatch:
         }
         return {**checkpoint, "loops": loops, SAVED: state}
 
-    def resume(self, state: Mapping[str, Any] | None) -> None:
+    def resume(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Go on from a checkpoint; before Lightning loads the loops' state.
 
         Args:
-            state: What :meth:`amended` has added to it, or None for a checkpoint of stock Lightning's.
+            checkpoint: With what :meth:`amended` has added to it, or without as stock Lightning saves it.
+
+        Returns:
+            The checkpoint, with the loops' state for this number of ranks.
         """
+        state: Mapping[str, Any] | None = checkpoint.get(SAVED)
         if state is None:
-            return
+            return checkpoint
         trainer = self._trainer
-        if (state["rank"], state["world_size"]) != (trainer.global_rank, trainer.world_size):
-            rank_zero_warn(
-                f"This checkpoint is of {state['world_size']} ranks, and this run has {trainer.world_size}: random "
-                "states aren't restored, and dropout and whatever else draws random numbers is another run's."
-            )
-            state = {**state, "random": None, "random_before_fetch": None}
+        if changed_ranks.are_changed(state, trainer):
+            within = Place(state["place"]) in fit_position.WITHIN_EPOCH
+            state, loops = changed_ranks.carried_over(state, checkpoint["loops"], trainer, within_epoch=within)
+            checkpoint = {**checkpoint, "loops": loops}
         if state["loader_draws"]:
             rank_zero_warn(
                 "The training loader has no length or its __iter__ is a generator, and its data set draws random "
@@ -173,6 +176,7 @@ class FitWatch:
             )
         self.begins = Place(state["place"]) in fit_position.WITHIN_EPOCH
         _FirstPass(trainer, state, self._replaced, lambda: self._fetched_any)
+        return checkpoint
 
 
 class _FirstPass:

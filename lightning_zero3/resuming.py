@@ -45,7 +45,7 @@ class ResumingStrategy(_Strategy):
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         assert self.lightning_module is not None
         if self._fit_watch is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            self._fit_watch.resume(checkpoint.get(resumed_fit.SAVED))
+            checkpoint = self._fit_watch.resume(checkpoint)
         return checkpoint
 
     def teardown(self) -> None:

@@ -224,6 +224,10 @@ class Zero3FastStrategy(TrainerStrategy, DeepSpeedStrategy):
             the end of the fit.
         stock_semantics: Give exactly ``deepspeed_stage_3``'s numbers, its known faults included: none of the
             corrections that docs/corrections.md lists is applied.
+        resume_layout: ``"universal"``: a fit goes on from a sharded checkpoint of other numbers of ranks, other expert
+            or tensor parallel sizes, or another order of parameters (docs/checkpoints.md). Each rank reads its share
+            of masters and moments from all ranks' files, and every number is as it was saved. ``None``: such a
+            checkpoint is refused before anything is changed.
         trust_checkpoint: Read checkpoints without a restriction, as DeepSpeed does. Whatever code is in them is run:
             only for files whose every writer you trust. Without it, a checkpoint that holds anything but tensors, plain
             values and a short list of known classes is refused (docs/checkpoints.md).

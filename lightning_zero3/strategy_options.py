@@ -42,6 +42,7 @@ class OptionsOfAStrategy:
         verify_parallel: bool = False,
         async_save: bool = False,
         stock_semantics: bool = False,
+        resume_layout: str | None = None,
         trust_checkpoint: bool = False,
         **deepspeed_arguments: Any,
     ) -> None:
@@ -62,6 +63,7 @@ class OptionsOfAStrategy:
             verify_parallel=verify_parallel,
             async_save=async_save,
             stock_semantics=stock_semantics,
+            resume_layout=resume_layout,
             trust_checkpoint=trust_checkpoint,
         )
         self._refuse_fixed_arguments(deepspeed_arguments)
@@ -71,6 +73,11 @@ class OptionsOfAStrategy:
         from_user = config is not None or self.upstream.DEEPSPEED_ENV_VAR in os.environ
         given = self._not_at_default(deepspeed_arguments) if from_user else {}
         self.config = ds_config.complete(self.config, given, self.options, argument_defaults=self._upstream_defaults())
+        if self.options.resume_layout and self.config.get("checkpoint", {}).get("load_universal"):
+            raise ConfigConflictError(
+                'resume_layout="universal" reads a sharded checkpoint, and checkpoint.load_universal in the DeepSpeed '
+                "config one that ds_to_universal has made. Leave one of them out."
+            )
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

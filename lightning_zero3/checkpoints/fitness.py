@@ -15,10 +15,61 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_zero3.checkpoints.places import Place, UnfitCheckpointError
+from lightning_zero3.checkpoints import unpickling
+from lightning_zero3.checkpoints.places import MODEL, Place, UnfitCheckpointError
 from lightning_zero3.checkpoints.shards import Shard
 
 _NAMED = 5
+_ANY_LAYOUT = 'With resume_layout="universal" a checkpoint of another layout is read into this one.'
+
+
+def own_ranks(engine: Any) -> tuple[int, int]:
+    """Data-parallel and tensor-parallel ranks of a run.
+
+    Args:
+        engine: An engine with an optimizer.
+    """
+    return engine.seq_dp_world_size, engine.mp_world_size
+
+
+def saved_ranks(place: Place) -> tuple[int, int]:
+    """Data-parallel and tensor-parallel ranks of the run that has saved a checkpoint, by its files' names.
+
+    Args:
+        place: The checkpoint.
+    """
+    stems = [path.name.removesuffix(MODEL).split("_mp_rank_") for path in place.shards.glob(f"zero_pp_rank_*{MODEL}")]
+    pairs = [(each[0].removeprefix("zero_pp_rank_"), each[-1]) for each in stems]
+    return len({rank for rank, _ in pairs}), len({peer for _, peer in pairs})
+
+
+def require_same_ranks(engine: Any, place: Place, *, trust: bool) -> None:
+    """Refuse fewer ranks than here, so that this rank has no file.
+
+    Args:
+        engine: An engine with an optimizer.
+        place: The checkpoint.
+        trust: Whether what is in files may be run.
+
+    Raises:
+        UnfitCheckpointError: There are fewer.
+    """
+    if own_files(engine, place)[0].is_file():
+        return  # which is read, and says
+    first = next(iter(sorted(place.shards.glob(f"zero_pp_rank_*{MODEL}"))), None)
+    if first is None:
+        return
+    model = unpickling.read(first, trust=trust, mapped=True)
+    saved = model.get("dp_world_size"), model.get("mp_world_size")
+    if saved != own_ranks(engine):
+        raise _other_ranks(first, saved, own_ranks(engine))
+
+
+def _other_ranks(path: Path, saved: tuple[Any, Any], here: tuple[int, int]) -> UnfitCheckpointError:
+    return UnfitCheckpointError(
+        f"{path} was saved by {saved[0]} data-parallel ranks with tensor parallel size {saved[1]}, and there are "
+        f"{here[0]} with {here[1]} here. Resume with as many ranks and the same parallel sizes. {_ANY_LAYOUT}"
+    )
 
 
 def own_files(engine: Any, place: Place) -> tuple[Path, Path]:
@@ -66,16 +117,10 @@ def require_fit(engine: Any, shard: Shard) -> None:
     Raises:
         UnfitCheckpointError: They don't fit.
     """
-    for name, here, what in (
-        ("dp_world_size", engine.seq_dp_world_size, "data-parallel"),
-        ("mp_world_size", engine.mp_world_size, "tensor-parallel"),
-    ):
-        saved = shard.model.get(name, here)
-        if saved != here:
-            raise UnfitCheckpointError(
-                f"{shard.model_file} was saved by {saved} {what} ranks, and there are {here} here. Resume with as many "
-                "ranks and the same parallel sizes."
-            )
+    here = own_ranks(engine)
+    saved = shard.model["dp_world_size"], shard.model["mp_world_size"]
+    if saved != here:
+        raise _other_ranks(shard.model_file, saved, here)
     _require_same_parameters(engine._get_zero_param_shapes(), shard)
     _require_same_frozen(engine.module, shard)
     _require_same_flats(engine.optimizer, shard)
@@ -97,17 +142,21 @@ def _require_same_parameters(here: Any, shard: Shard) -> None:
         raise UnfitCheckpointError(
             f"{shard.model_file} holds other trained parameters than this module: {'; '.join(parts)}. To go on "
             "training, module and frozen parameters must be those of the run that has saved it; "
-            "engine.load_checkpoint(..., load_module_only=True) takes weights alone."
+            "engine.load_checkpoint(..., load_module_only=True) takes weights alone. Experts have other names with "
+            f"and without expert_parallel_size. {_ANY_LAYOUT}"
         )
     shapes = dict(listed)
     for name, shape in wanted:
         if shapes[name] != shape:
-            raise UnfitCheckpointError(f"{name} is {shapes[name]} in {shard.model_file}, and {shape} here.")
+            raise UnfitCheckpointError(
+                f"{name} is {shapes[name]} in {shard.model_file}, and {shape} here. If that is for another expert or "
+                f"tensor parallel size: {_ANY_LAYOUT}"
+            )
     if [list(group) for group in saved] != [list(group) for group in here]:
         raise UnfitCheckpointError(
             f"{shard.model_file} holds the same parameters in another order or in other sub-groups, and DeepSpeed "
             "would give one the values of another. Resume with the optimizer, its parameter groups and the "
-            "sub_group_size of the run that has saved it."
+            'sub_group_size of the run that has saved it. With resume_layout="universal" they are read by name.'
         )
 
 
@@ -141,7 +190,8 @@ def _require_same_flats(optimizer: Any, shard: Shard) -> None:
     groups = shard.optimizer.get("ds_zero_partition_groups")
     if groups is not None and groups != optimizer._zero3_partition_group_metadata():
         raise UnfitCheckpointError(
-            f"{shard.optimizer_file} was saved with other expert or tensor parallel sizes, or on another rank."
+            f"{shard.optimizer_file} was saved with other expert or tensor parallel sizes, or on another rank. "
+            f"{_ANY_LAYOUT}"
         )
 
 
@@ -162,7 +212,18 @@ def _require_same_optimizer(optimizer: Any, shard: Shard) -> None:
         )
     if sum(len(group["params"]) for group in saved) != len(flats):
         raise UnfitCheckpointError(f"{shard.optimizer_file} holds an optimizer of other sub-groups than its weights.")
-    # DeepSpeed has the optimizer make its states when it is set up; on NVMe they aren't seen here.
+    # Sub-groups may be alike where a parameter has moved to another group: it would take that one's settings.
+    groups = [list(group["params"]) for group in saved]
+    ids = optimizer.sub_group_to_group_id
+    if groups != [[index for index in range(len(flats)) if ids[index] == number] for number in range(len(saved))]:
+        raise UnfitCheckpointError(
+            f"{shard.optimizer_file} holds parameter groups of {[len(each) for each in groups]} sub-groups, and this "
+            "run's have other members. Resume with the parameter groups of the run that has saved it. With "
+            'resume_layout="universal" parameters are read by name, where the groups\' settings allow.'
+        )
+    for group in saved:
+        require_same_settings(own, group, shard.optimizer_file)
+    # There are some where a step was taken before; on NVMe they aren't seen here.
     kinds = {name for state in own.state.values() for name, value in state.items() if torch.is_tensor(value)}
     there = {name for state in inner["state"].values() for name in state}
     if lacking := sorted(kinds - there - {"step"}):
@@ -178,6 +239,27 @@ def _require_same_optimizer(optimizer: Any, shard: Shard) -> None:
                     f"{shard.optimizer_file}: the optimizer's {name} of sub-group {index} has {value.numel():,} "
                     "elements, which isn't the size of its weights."
                 )
+
+
+def require_same_settings(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], path: Path) -> None:
+    """Refuse another kind of optimizer's parameter group, by the names of its settings.
+
+    Args:
+        optimizer: This run's.
+        group: From a checkpoint.
+        path: The optimizer's file that it is from.
+
+    Raises:
+        UnfitCheckpointError: Each has settings that the other lacks; a version of torch may have added some.
+    """
+    own = set(optimizer.defaults)
+    every = own.union(*(each for each in optimizer.param_groups))
+    lacking, unknown = own - set(group), set(group) - every - {"params", "name", "moe", "initial_lr"}
+    if lacking and unknown:
+        raise UnfitCheckpointError(
+            f"{path} holds an optimizer with {', '.join(sorted(unknown))}, and this run's {type(optimizer).__name__} "
+            f"has {', '.join(sorted(lacking))} instead. Resume with the optimizer of the run that has saved it."
+        )
 
 
 def frozen_left_out(module: nn.Module, model: Mapping[str, Any]) -> list[str]:

@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_zero3.checkpoints import fitness, manifest, shards, unpickling
+from lightning_zero3.checkpoints import fitness, layout_record, manifest, saved_parts, shards, unpickling
 from lightning_zero3.checkpoints.agreement import together
+from lightning_zero3.checkpoints.other_layout import OtherLayout
 from lightning_zero3.checkpoints.places import MODEL, Place, UnfitCheckpointError, find
-from lightning_zero3.checkpoints.sharded_weights import ShardedWeights, ShardFiles, load_sharded
+from lightning_zero3.checkpoints.sharded_weights import ShardedWeights, ShardFiles, client_state, load_sharded
 from lightning_zero3.config import SetupError
 from lightning_zero3.substitution import substituted
 from lightning_zero3.topology import Topology
@@ -31,20 +32,21 @@ _NAMED = 5
 _TORCH_FORMAT = ("TorchCheckpointEngine", "FastCheckpointEngine", "DecoupledCheckpointEngine")
 
 
-def guard(engine: Any, layout: Topology, *, trust: bool) -> None:
+def guard(engine: Any, layout: Topology, *, trust: bool, any_layout: bool = False) -> None:
     """Have an engine's own ``load_checkpoint`` look before it loads, and take the tag that it is asked for.
 
     Args:
         engine: DeepSpeed's engine, with an optimizer or without.
         layout: The run's layout.
         trust: Whether what is in files may be run.
+        any_layout: Whether a checkpoint of another layout is read into this one.
     """
     reference = weakref.ref(engine)
 
     def load_checkpoint(load_dir: Any, tag: Any = None, *arguments: Any, **named: Any) -> tuple[str, Any]:
         alive = reference()
         assert alive is not None
-        return load(alive, load_dir, tag, *arguments, layout=layout, trust=trust, **named)
+        return load(alive, load_dir, tag, *arguments, layout=layout, trust=trust, any_layout=any_layout, **named)
 
     engine.load_checkpoint = load_checkpoint
 
@@ -61,6 +63,7 @@ def load(
     *,
     layout: Topology,
     trust: bool,
+    any_layout: bool = False,
 ) -> tuple[str, dict[str, Any]]:
     """As ``DeepSpeedEngine.load_checkpoint``, or not at all.
 
@@ -75,6 +78,7 @@ def load(
         custom_load_fn: As DeepSpeed's; with optimizer states only.
         layout: The run's layout.
         trust: Whether what is in files may be run.
+        any_layout: Whether a checkpoint of another layout is read into this one.
 
     Returns:
         The model file's path, and what isn't DeepSpeed's own in it.
@@ -91,6 +95,17 @@ def load(
     whole = has_optimizer and load_optimizer_states and not load_module_only
     if engine.load_universal_checkpoint():
         place = _look_at_universal(load_dir, tag, layout, trust)
+    elif (
+        whole and any_layout and (place := find_together(load_dir, tag)) and _is_of_another_layout(engine, place, trust)
+    ):
+        return _load_other_layout(
+            engine,
+            place,
+            layout,
+            trust=trust,
+            strict=load_module_strict,
+            lr_scheduler=load_lr_scheduler_states,
+        )
     elif whole:
         place, left_out = _look_at_own(engine, load_dir, tag, trust, load_module_strict)
         load_module_strict = load_module_strict and not left_out
@@ -124,6 +139,7 @@ def load(
             load_module_only=load_module_only,
             custom_load_fn=custom_load_fn,
         )
+    (loaded[1] or {}).pop(layout_record.SAVED, None)
     return loaded
 
 
@@ -199,12 +215,69 @@ def _load_weights(
 ) -> tuple[str, dict[str, Any]]:
     model = read_weights(engine.module, place, layout, engine.global_rank, strict=strict, trust=trust)
     if counters and hasattr(engine.optimizer, "fp16_groups"):
-        engine.global_steps, engine.skipped_steps = model["global_steps"], model["skipped_steps"]
-        engine.global_samples = model.get("global_samples", engine.global_steps * engine.train_batch_size())
-        if lr_scheduler and engine.lr_scheduler is not None and model.get("lr_scheduler") is not None:
-            engine.lr_scheduler.load_state_dict(model["lr_scheduler"])
-    left = {name: value for name, value in model.items() if name != "module"}
+        _take_counters(engine, model, lr_scheduler)
+    left = {name: value for name, value in model.items() if name not in ("module", layout_record.SAVED)}
     return str(place.shards), left
+
+
+def _take_counters(engine: Any, model: Mapping[str, Any], lr_scheduler: bool) -> None:
+    engine.global_steps, engine.skipped_steps = model["global_steps"], model["skipped_steps"]
+    engine.global_samples = model.get("global_samples", engine.global_steps * engine.train_batch_size())
+    if lr_scheduler and engine.lr_scheduler is not None and model.get("lr_scheduler") is not None:
+        engine.lr_scheduler.load_state_dict(model["lr_scheduler"])
+
+
+def _is_of_another_layout(engine: Any, place: Place, trust: bool) -> bool:
+    """Whether DeepSpeed can't read it as it is; asked of all ranks, whose answer is one."""
+
+    def look() -> bool:
+        files = fitness.own_files(engine, place)
+        if fitness.saved_ranks(place) != fitness.own_ranks(engine) or not all(path.is_file() for path in files):
+            return True
+        with _as_known(files[0]):
+            try:
+                fitness.require_fit(engine, shards.open_shard(*files, trust=trust))
+            except UnfitCheckpointError:
+                return True
+        return False
+
+    return any(together(look))
+
+
+def _load_other_layout(
+    engine: Any,
+    place: Place,
+    layout: Topology,
+    *,
+    trust: bool,
+    strict: bool,
+    lr_scheduler: bool,
+) -> tuple[str, dict[str, Any]]:
+    found: list[OtherLayout] = []
+    models: list[dict[str, Any]] = []
+
+    def look() -> tuple[bool, list[Any]]:
+        every = saved_parts.files_of(place)
+        verified, facts = True, []
+        rank = engine.global_rank
+        for both in every[rank :: layout.world_size]:
+            verified = _verify(place, list(both)) and verified
+            with _as_known(both[0]):
+                facts += shards.facts(shards.open_shard(*both, trust=trust))
+        with _as_known(every[0][0]):
+            saved = saved_parts.open_all(every, trust=trust)
+            # Lightning's entries: this rank's own, where there are as many ranks.
+            own = saved.shards[rank if len(every) == layout.world_size else 0]
+            found.append(OtherLayout(engine, saved, strict=strict))
+        models.append(unpickling.read(own.model_file, trust=trust))
+        return verified, facts
+
+    _judge(place, together(look))
+    found[0].apply()
+    _take_counters(engine, models[0], lr_scheduler)
+    taken = found[0].described(layout)
+    rank_zero_warn(f"{place.shards} is of another layout, and was read into this one: {taken}.")
+    return str(place.shards), client_state(models[0])
 
 
 def _look_at_own(engine: Any, load_dir: Any, tag: Any, trust: bool, strict: bool) -> tuple[Place, list[str]]:
@@ -213,6 +286,7 @@ def _look_at_own(engine: Any, load_dir: Any, tag: Any, trust: bool, strict: bool
     left_out: list[str] = []
 
     def look() -> tuple[bool, list[Any]]:
+        fitness.require_same_ranks(engine, place, trust=trust)
         files = list(fitness.own_files(engine, place))
         swapped = fitness.swapped_files(engine, place)
         more = [] if swapped is None else [path for path in swapped.rglob("*") if path.is_file()]
@@ -298,35 +372,3 @@ def _refuse_formats_of_their_own(engine: Any, trust: bool) -> None:
             f"{name} writes a format of its own, which can't be looked at before it is loaded. Pass "
             "trust_checkpoint=True to load it all the same."
         )
-
-
-def read_single_file(path: Any, load: Callable[[bool], dict[str, Any]], *, trust: bool) -> dict[str, Any]:
-    """A whole state dict from one file, on all ranks or on none.
-
-    Args:
-        path: What Lightning's ``CheckpointIO`` is asked for: a file, or an address.
-        load: Reads it; gets ``weights_only``.
-        trust: Whether what is in it may be run.
-
-    Raises:
-        DamagedCheckpointError: It can't be read.
-        UntrustedCheckpointError: It holds something that would have to be run to be read.
-        UnfitCheckpointError: It is a folder.
-    """
-    content: list[dict[str, Any]] = []
-
-    def read() -> None:
-        if Path(path).is_dir():
-            raise UnfitCheckpointError(
-                f"{path} is a folder, and load_full_weights=True reads a single file. Leave it out to load a sharded "
-                "checkpoint."
-            )
-        if Path(path).is_file():
-            unpickling.check_sums(Path(path))
-        found = unpickling.restricted(path, trust, load)
-        if not isinstance(found, Mapping) or "state_dict" not in found:
-            raise manifest.DamagedCheckpointError(f"{path} isn't a checkpoint of Lightning: it has no state_dict.")
-        content.append(dict(found))
-
-    together(read)
-    return content[0]

@@ -17,7 +17,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
-from lightning_zero3.checkpoints import unpickling
+from lightning_zero3.checkpoints import layout_record, unpickling
 from lightning_zero3.checkpoints.manifest import DamagedCheckpointError
 from lightning_zero3.checkpoints.places import MODEL, OPTIMIZER, Place, UnfitCheckpointError
 from lightning_zero3.moe.own_part import own_part
@@ -28,7 +28,7 @@ _DEEPSPEEDS = frozenset(
     {"module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"}
     | {"shared_params", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps"}
     | {"global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version", "num_experts"}
-    | {"ds_autoep_layers", "universal_checkpoint_info"}
+    | {"ds_autoep_layers", "universal_checkpoint_info", layout_record.SAVED}
 )
 _NAMED = 5
 

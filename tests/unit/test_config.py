@@ -28,6 +28,7 @@ def test_the_defaults_are_all_switches_on_and_no_expert_parallelism() -> None:
         "verify_parallel": False,
         "async_save": False,
         "stock_semantics": False,
+        "resume_layout": None,
         "trust_checkpoint": False,
     }
 
@@ -120,3 +121,9 @@ def test_options_are_given_by_name() -> None:
 def test_a_conflict_is_a_value_error() -> None:
     # Scripts that catch ValueError for wrong settings (the recipes do) must catch conflicts too.
     assert issubclass(ConfigConflictError, ValueError)
+
+
+@pytest.mark.parametrize("value", ["Universal", True, 2])
+def test_an_unknown_layout(value: Any) -> None:
+    with pytest.raises(ValueError, match=r'resume_layout=.*: "universal" to go on'):
+        Zero3Options(resume_layout=value)

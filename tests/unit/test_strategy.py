@@ -336,3 +336,9 @@ def test_an_accelerator_that_deepspeed_was_not_imported_for(monkeypatch):
         trainer.strategy.setup_environment()
     assert not torch.distributed.is_initialized()
     assert os.environ.get("DS_ACCELERATOR") == "cpu"
+
+
+def test_one_way_to_another_layout() -> None:
+    config = {"checkpoint": {"load_universal": True}}
+    with pytest.raises(ConfigConflictError, match="Leave one of them out"):
+        Zero3FastStrategy(config, resume_layout="universal")
