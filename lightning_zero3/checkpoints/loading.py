@@ -234,7 +234,7 @@ def _is_of_another_layout(engine: Any, place: Place, trust: bool) -> bool:
         files = fitness.own_files(engine, place)
         if fitness.saved_ranks(place) != fitness.own_ranks(engine) or not all(path.is_file() for path in files):
             return True
-        with _as_known(files[0]):
+        with as_known(files[0]):
             try:
                 fitness.require_fit(engine, shards.open_shard(*files, trust=trust))
             except UnfitCheckpointError:
@@ -261,10 +261,10 @@ def _load_other_layout(
         verified, facts = True, []
         rank = engine.global_rank
         for both in every[rank :: layout.world_size]:
-            verified = _verify(place, list(both)) and verified
-            with _as_known(both[0]):
+            verified = verify(place, list(both)) and verified
+            with as_known(both[0]):
                 facts += shards.facts(shards.open_shard(*both, trust=trust))
-        with _as_known(every[0][0]):
+        with as_known(every[0][0]):
             saved = saved_parts.open_all(every, trust=trust)
             # Lightning's entries: this rank's own, where there are as many ranks.
             own = saved.shards[rank if len(every) == layout.world_size else 0]
@@ -272,7 +272,7 @@ def _load_other_layout(
         models.append(unpickling.read(own.model_file, trust=trust))
         return verified, facts
 
-    _judge(place, together(look))
+    judge(place, together(look))
     found[0].apply()
     _take_counters(engine, models[0], lr_scheduler)
     taken = found[0].described(layout)

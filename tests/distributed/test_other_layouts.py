@@ -161,7 +161,7 @@ def there_and_back(
 
 
 CASES: dict[str, tuple[Any, ...]] = {
-    "4 → 2": (None, (4, None, None), (2, None, None)),
+    "2 → 1": (None, (2, None, None), (1, None, None)),
     "EP 2 → 1": ("glm", (2, 2, None), (2, 1, None)),
     "TP 2 → 1": ("glm", (2, None, 2), (2, None, None)),
 }
@@ -171,7 +171,7 @@ SLOW: dict[str, tuple[Any, ...]] = {
     "bf16, TP 2 → 1": ("glm", (2, None, 2), (2, None, None), "bf16-mixed"),
     "offload, EP 2 → without": ("glm", (2, 2, None), (2, None, None), OFFLOAD),
     "2 → 4": (None, (2, None, None), (4, None, None)),
-    "2 → 1": (None, (2, None, None), (1, None, None)),
+    "4 → 2": (None, (4, None, None), (2, None, None)),
     **{
         f"{family}, {name}": (family, one, other)
         for family in ("glm", "qwen3_5", "mixtral", "minimax")
