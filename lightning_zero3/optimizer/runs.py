@@ -189,9 +189,12 @@ def as_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def _join_counts(counts: Sequence[torch.Tensor]) -> Any:
     """The first of equal counts that lie together, after bringing them together; None where they differ.
 
-    Only counts on the host are looked at: to compare others would be to wait for their device.
+    Only counts on the host are looked at: to compare others would be to wait for their device. One that several states
+    share, as a load may leave it, can't lie in several places.
     """
     first = counts[0]
+    if len(set(map(id, counts))) < len(counts):
+        return None
     if any(count.device.type != "cpu" or count.ndim or count.dtype is not first.dtype for count in counts):
         return None
     if not lie_together(counts):

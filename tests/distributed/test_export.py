@@ -85,8 +85,8 @@ def check(ranks: Any, world: int, family: str, where: str, sizes: Any, folder: P
     for seen in ranks(world).run(trains, family, where, sizes, str(folder), tied):
         assert seen["different"] == []
         assert seen["trained"]
-        # AutoEP adds experts' outputs up in another order, and AutoTP slices. MiniMax's last digits depend on where its
-        # weights lie in memory, in plain Transformers too.
+        # AutoEP adds experts' outputs up in another order, and AutoTP slices. MiniMax's last digits differ in plain
+        # Transformers too, perhaps by where its weights lie in memory.
         exact = sizes == (None, None) and family != "minimax"
         assert seen["equal"] if exact else seen["logits"] < 1e-5, seen
     command = ["export", f"{folder}/checkpoint", f"{folder}/filed", "--config", f"{folder}/live"]

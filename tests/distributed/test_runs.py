@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lightning_zero3.config import Zero3Options
+from lightning_zero3.optimizer.runs import _join_counts, lie_together
 from lightning_zero3.substitution import substituted
 from tests.distributed.test_fast_step import state_of, steps_of
 from tests.engines import PRECISIONS, Trainable, assert_aliased, batch_of, build
@@ -263,3 +264,12 @@ def test_the_peak_of_a_step_is_at_most_stocks(ranks, kind, precision, dims):
     for stock, ours in ranks(2).run(peaks, kind, precision, dims):
         # Up to a few scalars: the factor of clipping is there while all are updated.
         assert ours <= stock + 64, (ours, stock)
+
+
+def test_a_count_that_states_share_is_not_joined():
+    shared, apart = torch.tensor(3.0), [torch.tensor(3.0), torch.tensor(3.0)]
+    assert _join_counts([shared, shared, shared]) is None
+    assert shared.data_ptr() != 0
+    assert shared.item() == 3
+    assert _join_counts(apart) is apart[0]
+    assert lie_together(apart)
