@@ -98,7 +98,7 @@ def test_the_text_model_of_a_composite(ranks, family, size):
         pytest.param({"expert_parallel_size": 4}, marks=pytest.mark.slow),
         pytest.param({"expert_parallel_size": 2}, marks=pytest.mark.slow),
         pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow),
-        pytest.param({"tensor_parallel_size": 2, "expert_parallel_size": 2}, id="both"),
+        pytest.param({"tensor_parallel_size": 2, "expert_parallel_size": 2}, id="both", marks=pytest.mark.slow),
         pytest.param({"tensor_parallel_size": 2, "expert_parallel_size": 4}, id="both 4", marks=pytest.mark.slow),
     ],
     ids=str,

@@ -82,6 +82,7 @@ def test_a_lock_that_nobody_holds_is_named_before_anything_can_wait_for_it(tmp_p
     assert lock.exists()
 
 
+@pytest.mark.slow
 def test_a_trial_that_hangs_is_ended(tmp_path: Path) -> None:
     lock = tmp_path / OP_NAME / "lock"
     lock.parent.mkdir()

@@ -70,6 +70,7 @@ def test_the_reports_glm_on_a_laptop():
     assert int(done.stderr.splitlines()[-1]) / 2**20 < 1
 
 
+@pytest.mark.slow
 def test_tables_for_people_and_nothing_left_behind(tmp_path, capfd):
     tiny("glm").save_pretrained(tmp_path)
     before = dict(os.environ)

@@ -20,6 +20,7 @@ from tests.models import tiny
 SMALL = replace(GPUS["H200"], name="small", memory_gib=0.0)
 
 
+@pytest.mark.slow
 def test_a_sweep_of_a_tiny_model(tmp_path, capfd):
     tiny("glm").save_pretrained(tmp_path)
     sizes = ["--devices", "3", "--sequence-length", "48", "--precision", "bf16-mixed", "--bf16-masters"]
