@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 
 class SetupError(ValueError):
@@ -18,7 +19,8 @@ class ConfigConflictError(SetupError):
     """Two places say different things about one setting; the message names both and the way out."""
 
 
-_SWITCHES = (
+# Parts of the optimizer that can be compared with and without.
+Switch = Literal[
     "scoped_grad_clear",
     "alias_master_weights",
     "coalesce_grad_norms",
@@ -27,11 +29,8 @@ _SWITCHES = (
     "skip_redundant_release",
     "bucket_per_process_group",
     "lean_hooks",
-    "verify_parallel",
-    "async_save",
-    "stock_semantics",
-    "trust_checkpoint",
-)
+]
+_SWITCHES = (*get_args(Switch), "verify_parallel", "async_save", "stock_semantics", "trust_checkpoint")
 
 
 @dataclass(frozen=True, kw_only=True)

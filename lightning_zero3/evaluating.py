@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 from lightning.pytorch.trainer.states import TrainerFn
 
@@ -18,30 +18,17 @@ from lightning_zero3 import engine_end
 from lightning_zero3.checkpoints import loading
 from lightning_zero3.checkpoints.sharded_weights import client_state
 from lightning_zero3.checkpoints.single_file import read_single_file
-from lightning_zero3.config import SetupError, Zero3Options
-from lightning_zero3.moe import parallel_layers
+from lightning_zero3.config import SetupError
 from lightning_zero3.moe.generation import ranks_in_step
-from lightning_zero3.topology import Topology
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import DeepSpeedStrategy as _Strategy
-else:
-    _Strategy = object
+from lightning_zero3.trainer_mixin import TrainerMixin
 
 
-class EvaluatingStrategy(_Strategy):
+class EvaluatingStrategy(TrainerMixin):
     """Mixin over a Trainer's ``DeepSpeedStrategy``: an evaluation that equals the one inside fit."""
 
-    options: Zero3Options
-    upstream: ClassVar[type[Any]]
     # The engine that this strategy has set up, or goes on using.
     _mine: Any = None
     _while_set_up: ExitStack | None = None
-
-    @property
-    def _layout(self) -> Topology:
-        assert isinstance(self.config, dict)
-        return parallel_layers.topology_of(self.config, self.world_size)
 
     def setup(self, trainer: Any) -> None:
         """As Lightning's; an engine of another module, from an earlier run of this Trainer, is given up.
@@ -101,14 +88,14 @@ class EvaluatingStrategy(_Strategy):
                 checkpoint_path,
                 load_lr_scheduler_states=False,
                 load_module_strict=module.strict_loading,
-                layout=self._layout,
+                layout=self.parallel_layout,
                 trust=trust,
                 any_layout=self.options.resume_layout is not None,
             )
             return state
         place = loading.find_together(checkpoint_path)
         strict = module.strict_loading
-        model = loading.read_weights(module, place, self._layout, self.global_rank, strict=strict, trust=trust)
+        model = loading.read_weights(module, place, self.parallel_layout, self.global_rank, strict=strict, trust=trust)
         return client_state(model)
 
 

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_zero3 import resumed_fit
-from lightning_zero3.config import Zero3Options
 from lightning_zero3.preemption import Preemption
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import DeepSpeedStrategy as _Strategy
-else:
-    _Strategy = object
+from lightning_zero3.trainer_mixin import TrainerMixin
 
 
-class ResumingStrategy(_Strategy):
+class ResumingStrategy(TrainerMixin):
     """Mixin over a Trainer's ``DeepSpeedStrategy``: an exact resume; with ``stock_semantics``, with its own."""
 
-    options: Zero3Options
     _fit_watch: resumed_fit.FitWatch | None = None
     _preemption: Preemption | None = None
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -19,24 +19,17 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_zero3 import engine_end
 from lightning_zero3.checkpoints import commit
 from lightning_zero3.checkpoints.saver import Request, Saver, layout_of, only_upstream_can_save
-from lightning_zero3.config import Zero3Options
-from lightning_zero3.moe.parallel_layers import topology_of
+from lightning_zero3.listing import shortened
 from lightning_zero3.substitution import substituted
+from lightning_zero3.trainer_mixin import TrainerMixin
 
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import DeepSpeedStrategy as _Strategy
-else:
-    _Strategy = object
-
-_NAMED = 5
 # SLURM's requeue follows at once (``_SignalConnector``, Lightning 2.6.6).
 _BEFORE_REQUEUE = "hpc_ckpt_"
 
 
-class SavingStrategy(_Strategy):
+class SavingStrategy(TrainerMixin):
     """Mixin over a Trainer's ``DeepSpeedStrategy``: checkpoints that are there as a whole or not at all."""
 
-    options: Zero3Options
     _saver: Saver | None = None
     _interrupted = False
     _links: ExitStack | None = None
@@ -87,12 +80,10 @@ class SavingStrategy(_Strategy):
         path = Path(self.broadcast(os.path.abspath(filepath)))
         if offered is not None:
             _warn_of_edits(offered, checkpoint.get("state_dict"))
-        assert isinstance(self.config, dict)
-        layout = topology_of(self.config, self.world_size)
         request = Request(
             path=path,
             client_state={k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")},
-            layout=layout_of(layout),
+            layout=layout_of(self.parallel_layout),
             weights_only="optimizer_states" not in checkpoint,
             exclude_frozen=self.exclude_frozen_parameters,
             ranks_here=self.num_processes,
@@ -242,7 +233,7 @@ def _warn_of_edits(offered: dict[str, Any], saved: Any) -> None:
     """DeepSpeed writes the module's own state: what hooks have made of Lightning's copy isn't in a checkpoint."""
     saved = saved if isinstance(saved, dict) else {}
     parts = [
-        f"{what} {', '.join(names[:_NAMED])}{', …' if len(names) > _NAMED else ''}"
+        f"{what} {shortened(names)}"
         for what, names in (
             ("removed", [name for name in offered if name not in saved]),
             ("added", [name for name in saved if name not in offered]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
@@ -14,23 +14,17 @@ from torch.optim import Optimizer
 
 from lightning_zero3 import micro_steps
 from lightning_zero3.accumulation_schedule import allow_schedules
-from lightning_zero3.config import Zero3Options
 from lightning_zero3.lightning_packages import package_of
 from lightning_zero3.moe import router
 from lightning_zero3.moe.expert_parallel import holds_a_model
 from lightning_zero3.skipped_steps import SkippedSteps
 from lightning_zero3.substitution import substituted
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import DeepSpeedStrategy as _Strategy
-else:
-    _Strategy = object
+from lightning_zero3.trainer_mixin import TrainerMixin
 
 
-class SteppingStrategy(_Strategy):
+class SteppingStrategy(TrainerMixin):
     """Mixin over a Trainer's ``DeepSpeedStrategy``: a plain Trainer's steps; with ``stock_semantics``, Lightning's."""
 
-    options: Zero3Options
     _micro_steps: micro_steps.MicroSteps | None = None
     _skipped_steps: SkippedSteps | None = None
     _router_biases: router.RouterBiases | None = None

@@ -22,6 +22,7 @@ from lightning_zero3.checkpoints.manifest import DamagedCheckpointError
 from lightning_zero3.checkpoints.places import MODEL, OPTIMIZER, Place, UnfitCheckpointError, find
 from lightning_zero3.checkpoints.saved_layout import SavedLayout
 from lightning_zero3.checkpoints.shards import Shard
+from lightning_zero3.listing import first_few
 from lightning_zero3.moe.export import ExportReport, finish, require_folders, write_parts
 from lightning_zero3.moe.export_contents import Contents, contents_of, sources_of
 from lightning_zero3.moe.export_folder import ExportFolder, require_free
@@ -136,7 +137,7 @@ def _held(place: Place, contents: Contents, model: Any, trust: bool) -> dict[str
     if missing:
         raise UnfitCheckpointError(
             f"{place.shards} isn't of this {type(model).__name__}, or was saved without frozen parameters. It lacks "
-            f"{', '.join(missing[:_LISTED])}{f' and {len(missing) - _LISTED} more' * (len(missing) > _LISTED)}."
+            f"{first_few(missing)}."
         )
     return found
 

@@ -18,8 +18,8 @@ from torch import nn
 from lightning_zero3.checkpoints import unpickling
 from lightning_zero3.checkpoints.places import MODEL, Place, UnfitCheckpointError
 from lightning_zero3.checkpoints.shards import Shard
+from lightning_zero3.listing import by_kind, shortened
 
-_NAMED = 5
 _ANY_LAYOUT = 'With resume_layout="universal" a checkpoint of another layout is read into this one.'
 
 
@@ -134,13 +134,9 @@ def _require_same_parameters(here: Any, shard: Shard) -> None:
     names, wanted_names = {name for name, _ in listed}, {name for name, _ in wanted}
     lacking, unknown = sorted(wanted_names - names), sorted(names - wanted_names)
     if lacking or unknown:
-        parts = [
-            f"{what}: {', '.join(each[:_NAMED])}{f' and {len(each) - _NAMED} more' if len(each) > _NAMED else ''}"
-            for what, each in (("missing there", lacking), ("unknown here", unknown))
-            if each
-        ]
+        parts = by_kind((("missing there", lacking), ("unknown here", unknown)))
         raise UnfitCheckpointError(
-            f"{shard.model_file} holds other trained parameters than this module: {'; '.join(parts)}. To go on "
+            f"{shard.model_file} holds other trained parameters than this module: {parts}. To go on "
             "training, module and frozen parameters must be those of the run that has saved it; "
             "engine.load_checkpoint(..., load_module_only=True) takes weights alone. Experts have other names with "
             f"and without expert_parallel_size. {_ANY_LAYOUT}"
@@ -305,7 +301,7 @@ def require_same_names(module: nn.Module, shard: Shard, left_out: list[str]) -> 
         raise UnfitCheckpointError(
             f"{shard.model_file} holds other names than the module: "
             + "; ".join(
-                f"{what}: {', '.join(names[:_NAMED])}{', …' if len(names) > _NAMED else ''}"
+                f"{what}: {shortened(names)}"
                 for what, names in (("missing there", missing), ("unknown here", unexpected))
                 if names
             )

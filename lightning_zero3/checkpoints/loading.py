@@ -18,16 +18,21 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_zero3.agreement import together
 from lightning_zero3.checkpoints import fitness, layout_record, manifest, saved_parts, shards, unpickling
-from lightning_zero3.checkpoints.agreement import together
 from lightning_zero3.checkpoints.other_layout import OtherLayout
 from lightning_zero3.checkpoints.places import MODEL, Place, UnfitCheckpointError, find
-from lightning_zero3.checkpoints.sharded_weights import ShardedWeights, ShardFiles, client_state, load_sharded
+from lightning_zero3.checkpoints.sharded_weights import (
+    ShardedWeights,
+    ShardFiles,
+    client_state,
+    load_sharded,
+    warn_of_frozen_left_out,
+)
 from lightning_zero3.config import SetupError
 from lightning_zero3.substitution import substituted
 from lightning_zero3.topology import Topology
 
-_NAMED = 5
 # Engines that read files of torch.save; others have formats of their own.
 _TORCH_FORMAT = ("TorchCheckpointEngine", "FastCheckpointEngine", "DecoupledCheckpointEngine")
 
@@ -301,10 +306,7 @@ def _look_at_own(engine: Any, load_dir: Any, tag: Any, trust: bool, strict: bool
 
     judge(place, together(look))
     if left_out:
-        rank_zero_warn(
-            f"The checkpoint was saved without frozen parameters; {len(left_out)} stay as they are: "
-            f"{', '.join(left_out[:_NAMED])}{', …' if len(left_out) > _NAMED else ''}."
-        )
+        warn_of_frozen_left_out(left_out)
     return place, left_out
 
 

@@ -18,13 +18,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_zero3.checkpoints.fitness import require_same_settings
 from lightning_zero3.checkpoints.layout_record import Range, ranges_of
 from lightning_zero3.checkpoints.places import UnfitCheckpointError
 from lightning_zero3.checkpoints.saved_parts import Copy, Part, SavedParts
+from lightning_zero3.checkpoints.sharded_weights import warn_of_frozen_left_out
 from lightning_zero3.config import SetupError
+from lightning_zero3.listing import first_few
 from lightning_zero3.moe.own_part import own_part
 from lightning_zero3.topology import Topology
 
@@ -148,20 +149,13 @@ class OtherLayout:
         if self._saved.shards[0].model.get("frozen_param_shapes"):
             return [self._wanted(each) for each in frozen.values()]
         if frozen:
-            names = [self._names_of[each][0] for each in frozen]
-            rank_zero_warn(
-                f"The checkpoint was saved without frozen parameters; {len(names)} stay as they are: "
-                f"{', '.join(names[:_NAMED])}{', …' if len(names) > _NAMED else ''}."
-            )
+            warn_of_frozen_left_out([self._names_of[each][0] for each in frozen])
         return []
 
     def _require_no_more(self) -> None:
         here = {range_.held.name for _, range_ in self._named.values()}
         if unknown := sorted(set(self._saved.parts) - here):
-            raise UnfitCheckpointError(
-                f"{self._folder} holds parameters that this module lacks: {', '.join(unknown[:_NAMED])}"
-                f"{f' and {len(unknown) - _NAMED} more' if len(unknown) > _NAMED else ''}."
-            )
+            raise UnfitCheckpointError(f"{self._folder} holds parameters that this module lacks: {first_few(unknown)}.")
 
     @property
     def _folder(self) -> Any:

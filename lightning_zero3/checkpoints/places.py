@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
+from lightning_zero3.listing import shortened
+
 MODEL, OPTIMIZER = "_model_states.pt", "_optim_states.pt"
 _NAMED = 20
 
@@ -78,7 +80,7 @@ def _offer(folder: Path) -> str:
     tags = sorted(each.name for each in folder.iterdir() if _holds_shards(each)) if folder.is_dir() else []
     if not tags:
         return " No folder in it holds shards." if folder.is_dir() else " There is no such folder."
-    named = ", ".join(tags[:_NAMED]) + (", …" if len(tags) > _NAMED else "")
+    named = shortened(tags, _NAMED)
     return f" Tags that are there: {named}. To load one, pass its folder, as in {folder / tags[-1]}."
 
 

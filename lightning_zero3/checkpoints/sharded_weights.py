@@ -9,7 +9,7 @@ Source of the format: ``DeepSpeedEngine._save_checkpoint``, ``_save_moe_checkpoi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import nn
 from lightning_zero3.checkpoints import layout_record, unpickling
 from lightning_zero3.checkpoints.manifest import DamagedCheckpointError
 from lightning_zero3.checkpoints.places import MODEL, OPTIMIZER, Place, UnfitCheckpointError
+from lightning_zero3.listing import by_kind, shortened
 from lightning_zero3.moe.own_part import own_part
 from lightning_zero3.topology import Topology
 
@@ -30,7 +31,6 @@ _DEEPSPEEDS = frozenset(
     | {"global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version", "num_experts"}
     | {"ds_autoep_layers", "universal_checkpoint_info", layout_record.SAVED}
 )
-_NAMED = 5
 
 
 def load_sharded(module: nn.Module, files: ShardFiles, *, strict: bool, trust: bool) -> ShardedWeights:
@@ -95,6 +95,17 @@ class ShardedWeights:
             with own_part(parameter) as part:
                 part.fill(source.partition_for(parameter))
         _load_all_but_parameters(self._module, self._beside)
+
+
+def warn_of_frozen_left_out(names: Sequence[str]) -> None:
+    """Say which frozen parameters a checkpoint doesn't hold.
+
+    Args:
+        names: Theirs.
+    """
+    rank_zero_warn(
+        f"The checkpoint was saved without frozen parameters; {len(names)} stay as they are: {shortened(names)}."
+    )
 
 
 def client_state(model: dict[str, Any]) -> dict[str, Any]:
@@ -280,20 +291,13 @@ def _check_names(
         left_out = [name for name in missing if not named[name].requires_grad]
         missing = [name for name in missing if name not in left_out]
         if left_out:
-            rank_zero_warn(
-                f"The checkpoint was saved without frozen parameters; {len(left_out)} stay as they are: "
-                f"{', '.join(left_out[:_NAMED])}{', …' if len(left_out) > _NAMED else ''}."
-            )
+            warn_of_frozen_left_out(left_out)
     known = named.keys() | module.state_dict().keys()
     unexpected = [name for name in (*sources, *own["module"]) if name not in known and name not in shared]
     if strict and (missing or unexpected):
-        parts = [
-            f"{what}: {', '.join(names[:_NAMED])}{f' and {len(names) - _NAMED} more' if len(names) > _NAMED else ''}"
-            for what, names in (("missing in the checkpoint", missing), ("unknown to the module", unexpected))
-            if names
-        ]
+        parts = by_kind((("missing in the checkpoint", missing), ("unknown to the module", unexpected)))
         raise UnfitCheckpointError(
-            f"The weights of {files.model_file} aren't those of {type(module).__name__}: {'; '.join(parts)}. "
+            f"The weights of {files.model_file} aren't those of {type(module).__name__}: {parts}. "
             "With `strict_loading = False` on the LightningModule what both have is loaded."
         )
 

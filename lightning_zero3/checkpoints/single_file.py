@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_zero3.agreement import together
 from lightning_zero3.checkpoints import unpickling
-from lightning_zero3.checkpoints.agreement import together
 from lightning_zero3.checkpoints.manifest import DamagedCheckpointError
 from lightning_zero3.checkpoints.places import UnfitCheckpointError
 

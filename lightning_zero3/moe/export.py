@@ -19,6 +19,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import distributed as dist
 from torch import nn
 
+from lightning_zero3.agreement import exchanged
 from lightning_zero3.config import SetupError
 from lightning_zero3.moe.export_contents import Contents, Output, contents_of, precision, sources_of
 from lightning_zero3.moe.export_folder import ExportFolder, NotExportedError, architecture_of, require_free
@@ -299,21 +300,18 @@ class _Ranks:
 
     def agreed(self, look: Callable[[], Any]) -> Any:
         """What it returns, or on all ranks an error, where one has one."""
-        error: Exception | None = None
-        result = None
-        try:
-            result = look()
-        except Exception as raised:
-            error = raised
-        messages: list[Any] = [None] * self._size
-        if self._group is not None:
-            dist.all_gather_object(messages, None if error is None else str(error), self._group)
-        if error is not None:
-            raise error
-        for rank, message in enumerate(messages):
-            if message is not None:
-                raise SetupError(f"Rank {rank} can't export, so no rank does. It says: {message}")
-        return result
+        result: list[Any] = []
+
+        def keep() -> None:
+            result.append(look())
+
+        if self._group is None:
+            keep()
+        else:
+            for rank, (_, told) in enumerate(exchanged(keep, self._group)):
+                if told is not None:
+                    raise SetupError(f"Rank {rank} can't export, so no rank does. It says: {told[1]}")
+        return result[0]
 
     def gathered(self, mine: Any) -> list[Any]:
         """Everybody's, on rank 0; elsewhere nothing."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from lightning_zero3.config import SetupError
+from lightning_zero3.listing import by_kind
 from lightning_zero3.moe.boxes import Block, Ints
 from lightning_zero3.moe.safetensors_files import DTYPES, WeightFiles
 from lightning_zero3.moe.weight_names import FileNames, FilePart
@@ -19,7 +20,6 @@ from lightning_zero3.moe.weight_plan import UnfitWeightsError
 
 # What `dtype` may be.
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_LISTED = 5
 
 
 @dataclass(frozen=True)
@@ -138,10 +138,7 @@ def contents_of(model: Any, sources: list[Source], dtype: str, base: WeightFiles
         contents.outputs.append(Output(source, written, parts))
     if problems:
         assert base is not None
-        said = "; ".join(
-            f"{what}: {', '.join(each[:_LISTED])}{f' and {len(each) - _LISTED} more' * (len(each) > _LISTED)}"
-            for what, each in problems.items()
-        )
+        said = by_kind(problems.items())
         raise UnfitWeightsError(
             f"{base.folder} isn't a checkpoint of this {type(model).__name__}. Tensors in it: {said}. Nothing was "
             "written. Give the folder that the model was loaded from, or leave base out."

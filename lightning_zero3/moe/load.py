@@ -17,6 +17,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import distributed, nn
 
+from lightning_zero3.agreement import exchanged
 from lightning_zero3.config import SetupError
 from lightning_zero3.moe.hugging_face import find_models
 from lightning_zero3.moe.own_part import OwnPart, own_part, range_of
@@ -144,26 +145,20 @@ def _require_equal(target: Target, other: Target, files: WeightFiles) -> None:
 
 def _agreed(look: Callable[[], tuple[WeightFiles, Plan]]) -> tuple[WeightFiles, Plan]:
     """The result, if all ranks have one and see the same files; an error on all, if one rank has an error."""
-    error: Exception | None = None
-    result = None
-    try:
-        result = look()
-    except Exception as raised:
-        error = raised
-    if distributed.is_available() and distributed.is_initialized():
-        mine = (None if error is None else str(error), None if result is None else result[0].fingerprint())
-        all_ranks: list[Any] = [None] * distributed.get_world_size()
-        distributed.all_gather_object(all_ranks, mine)
-        if error is None:
-            for rank, (message, prints) in enumerate(all_ranks):
-                if message is not None:
-                    raise SetupError(f"Rank {rank} can't load, so no rank does. It says: {message}")
-                if prints != mine[1]:
-                    raise BrokenWeightsError(f"Rank {rank} sees other files than rank {distributed.get_rank()}.")
-    if error is not None:
-        raise error
-    assert result is not None
-    return result
+    seen: list[tuple[WeightFiles, Plan]] = []
+
+    def fingerprint() -> Any:
+        seen.append(look())
+        return seen[0][0].fingerprint()
+
+    answers = exchanged(fingerprint)
+    mine = answers[distributed.get_rank() if len(answers) > 1 else 0][0]
+    for rank, (theirs, told) in enumerate(answers):
+        if told is not None:
+            raise SetupError(f"Rank {rank} can't load, so no rank does. It says: {told[1]}")
+        if theirs != mine:
+            raise BrokenWeightsError(f"Rank {rank} sees other files than rank {distributed.get_rank()}.")
+    return seen[0]
 
 
 def _bytes_to_read(plan: Plan, files: WeightFiles) -> int:

@@ -19,13 +19,9 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_zero3.config import Zero3Options
+from lightning_zero3.listing import shortened
 from lightning_zero3.topology import Topology
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import DeepSpeedStrategy as _Strategy
-else:
-    _Strategy = object
+from lightning_zero3.trainer_mixin import TrainerMixin
 
 # Tensors of a batch, and groups of ranks, that a message names.
 _NAMED = 8
@@ -35,10 +31,9 @@ class PeerBatchesError(RuntimeError):
     """Tensor-parallel peers have different batches."""
 
 
-class PeerBatchesStrategy(_Strategy):
+class PeerBatchesStrategy(TrainerMixin):
     """Mixin over a Trainer's ``DeepSpeedStrategy``: data for tensor parallelism; without it, Lightning's own."""
 
-    options: Zero3Options
     # Loaders whose first batch has been compared in this fit: the stage's word and the loader's index.
     _compared: frozenset[tuple[str, int]] = frozenset()
 
@@ -123,7 +118,7 @@ def fingerprint(batch: Any) -> tuple[str, str]:
         bits.update(words[-1].encode())
         if plain:
             bits.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return ", ".join(words[:_NAMED]) + (", …" if len(words) > _NAMED else "") or "no tensors", bits.hexdigest()
+    return shortened(words, _NAMED) or "no tensors", bits.hexdigest()
 
 
 def compare_first_inputs(model: torch.nn.Module, layout: Topology) -> None:

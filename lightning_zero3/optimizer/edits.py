@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_zero3.listing import first_few
 from lightning_zero3.optimizer.switches import Switches
 
 # The depth of GatheredParameters contexts that hold a parameter: an attribute that upstream sets on it.
@@ -209,9 +210,9 @@ def _keep_edits(original: Any, parameters: list[Any], hierarchy: int, has_been_u
 def _lost_edits(owner: KeepEdits, parameters: list[Any]) -> str:
     names = [owner.param_names.get(p, f"a parameter of shape {tuple(p.ds_shape)}") for p in parameters]
     return (
-        f"Weights were changed inside GatheredParameters and can't be kept: {', '.join(names[:3])}"
-        f"{f' and {len(names) - 3} more' if len(names) > 3 else ''}. Pass modifier_rank=0: rank 0's values are then "
-        "written to every rank's partition. Run no forward inside the context, since it releases the weights."
+        f"Weights were changed inside GatheredParameters and can't be kept: {first_few(names, 3)}. Pass "
+        "modifier_rank=0: rank 0's values are then written to every rank's partition. Run no forward inside the "
+        "context, since it releases the weights."
     )
 
 

@@ -6,21 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lightning_zero3.config import SetupError, Zero3Options
+from lightning_zero3.config import SetupError, Switch, Zero3Options
 
 Attention = Literal["sdpa", "eager", "cudnn"]
 Precision = Literal["32-true", "bf16-mixed", "bf16-true"]
 Size = Literal["tiny", "full"]
-Switch = Literal[
-    "scoped_grad_clear",
-    "alias_master_weights",
-    "coalesce_grad_norms",
-    "batch_optimizer_step",
-    "coalesce_persistent_gather",
-    "skip_redundant_release",
-    "bucket_per_process_group",
-    "lean_hooks",
-]
 
 BENCHMARK_STEPS = 10
 BENCHMARK_WARMUP_STEPS = 4

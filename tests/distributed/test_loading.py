@@ -431,7 +431,7 @@ def test_the_tag_that_is_asked_for_is_loaded(ranks, tmp_path):
 
 
 def without_frozen(folder: str, exclude: bool) -> tuple[list[str], bool]:
-    from lightning_zero3.checkpoints.agreement import together
+    from lightning_zero3.agreement import together
 
     trainer = fit(Frozen(), Pairs(), strategy(exclude_frozen_parameters=exclude), steps=2)
     trainer.save_checkpoint(folder)

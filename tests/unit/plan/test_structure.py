@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from lightning_zero3 import Zero3FastStrategy
-from lightning_zero3.config import SetupError
+from lightning_zero3.config import SetupError, Switch
 from lightning_zero3.moe.build import build_from_config
 from lightning_zero3.plan.child import Found, Job, find_all, find_structure
 from lightning_zero3.plan.extract import structure_of
@@ -21,17 +21,7 @@ from tests.fits import Language, Sentences, fit, optimizer_of
 from tests.models import FAMILIES, tiny
 
 BUCKET, THRESHOLD = 100_000, 100
-STOCK = dict.fromkeys(
-    (
-        "scoped_grad_clear",
-        "alias_master_weights",
-        "coalesce_grad_norms",
-        "batch_optimizer_step",
-        "coalesce_persistent_gather",
-        "skip_redundant_release",
-    ),
-    False,
-)
+STOCK = dict.fromkeys(get_args(Switch), False)
 
 
 SIZES = {"reduce_bucket_size": BUCKET, "persistence_threshold": THRESHOLD, "sub_group_size": 10_000}
