@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import inspect
-import json
-import os
 import statistics
 import sys
 import time
@@ -29,7 +27,7 @@ sys.path[:0] = [HERE, str(Path(HERE).parent)]
 
 import step_arms  # noqa: E402  (found through the line above when the file is run from anywhere)
 import step_cost  # noqa: E402
-from ranks_of import start  # noqa: E402
+from ranks_of import answer, start  # noqa: E402
 
 WARM_UP = 4
 SWITCHES = ("bucket_per_process_group", "lean_hooks")
@@ -228,10 +226,7 @@ def main() -> None:
     parser.add_argument("--worker", action="store_true", help="internal")
     options = parser.parse_args()
     if options.worker:
-        result = work(options)
-        if os.environ["RANK"] == "0":
-            print("\n" + json.dumps(result), flush=True)
-        torch.distributed.barrier()
+        answer(work(options))
         return
     arguments = ["--device", options.device, "--steps", str(options.steps), "--tokens", *map(str, options.tokens)]
     report: dict[str, Any] = {"versions": step_cost.versions(), "cases": []}

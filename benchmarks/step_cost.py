@@ -33,7 +33,7 @@ sys.path[:0] = [HERE, str(Path(HERE).parent)]
 
 import step_arms  # noqa: E402  (found through the line above when the file is run from anywhere)
 import step_report  # noqa: E402
-from ranks_of import start  # noqa: E402
+from ranks_of import answer, start  # noqa: E402
 
 WARM_UP = 4
 SWITCH_STEPS = 8
@@ -307,10 +307,7 @@ def main() -> None:
     parser.add_argument("--worker", action="store_true", help="internal")
     options = parser.parse_args()
     if options.worker:
-        result = work(options)
-        if os.environ["RANK"] == "0":
-            print("\n" + json.dumps(result), flush=True)
-        torch.distributed.barrier()
+        answer(work(options))
         return
     common = ["--device", options.device, "--steps", str(options.steps)]
     if options.per_rank_parameters:

@@ -8,7 +8,6 @@ the part hangs on. Each :class:`UpstreamLimit` is one thing that the installed p
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,11 +95,16 @@ def not_mended(stage3: type[Any]) -> bool:  # noqa: ARG001
     return False
 
 
-def _coordinators_constructor(_: type[Any]) -> Callable[..., Any]:
+def _offload() -> Any:
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+
+    return DeepSpeedZeRoOffload
+
+
+def _coordinator() -> Any:
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
-    constructor: Callable[..., Any] = PartitionedParameterCoordinator.__init__
-    return constructor
+    return PartitionedParameterCoordinator
 
 
 def _gathered_parameters() -> Any:
@@ -276,7 +280,7 @@ RELEASE = UpstreamFix(
     uses=(
         (lambda stage3: stage3._partition_all_parameters, ("parameter_offload", "partition_all_parameters")),
         (
-            _coordinators_constructor,
+            lambda _: _coordinator().__init__,
             (
                 "_PartitionedParameterCoordinator__inflight_param_registry",
                 "_PartitionedParameterCoordinator__n_available_params",
@@ -314,19 +318,6 @@ GRADIENT_BUCKETS = UpstreamFix(
         (lambda stage3: stage3._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads, ("reduce_scatter",)),
     ),
 )
-
-
-def _offload() -> Any:
-    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-
-    return DeepSpeedZeRoOffload
-
-
-def _coordinator() -> Any:
-    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
-
-    return PartitionedParameterCoordinator
-
 
 _ACTIVE = "_PartitionedParameterCoordinator__active_backward_submodules"
 LEAN_HOOKS = UpstreamFix(
