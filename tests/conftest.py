@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import RankPool
+from tests.ranks import ENVIRONMENT, RankPool
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # The Makefile's folder: builds for one torch release, shared by all ranks and tests of this environment.
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
+ENVIRONMENT.update(os.environ)
 
 # Set by libraries on import, by Lightning for its children, or by cpu_ops.prepare so that a build works (PATH,
 # TORCH_EXTENSIONS_DIR); they are put back after each test all the same.

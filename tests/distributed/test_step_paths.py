@@ -130,7 +130,6 @@ def nvme(folder: str, scoped: bool) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("async_io")
-@pytest.mark.slow
 def test_nvme_swap_with_swappable_and_other_sub_groups_mixed(ranks, tmp_path):
     on = ranks(1).run(nvme, str(tmp_path / "on"), True)[0]
     off = ranks(1).run(nvme, str(tmp_path / "off"), False)[0]
