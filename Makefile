@@ -20,7 +20,7 @@ OLD_DEEPSPEED := constraints/deepspeed-0.19.7.txt
 OLD_VENV ?= $(VENV)-oldest
 OLD_BIN := $(abspath $(OLD_VENV))/bin
 # One rank: gathers of 0.19.7 race with gloo on more. `make test-versions VERSIONS_ARGS=` runs all of the files.
-OLD_TESTS := tests/unit/test_capabilities.py tests/distributed/test_grad_clear.py tests/distributed/test_grad_census.py \
+OLD_TESTS := tests/unit/capabilities/test_capabilities.py tests/distributed/test_grad_clear.py tests/distributed/test_grad_census.py \
   tests/distributed/test_step_paths.py tests/distributed/test_master_alias.py tests/distributed/test_same_as_stock.py \
   tests/distributed/test_capabilities.py tests/distributed/test_edits.py tests/distributed/test_missing_gradients.py \
   tests/distributed/test_checkpoint.py tests/distributed/test_moving.py tests/distributed/test_layouts.py tests/distributed/test_accumulation.py \

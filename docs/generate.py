@@ -3,7 +3,8 @@
 import re
 from pathlib import Path
 
-from lightning_zero3 import combinations, precision
+from lightning_zero3 import precision
+from lightning_zero3.capabilities import combinations
 from lightning_zero3.metrics import reference
 
 if __name__ == "__main__":

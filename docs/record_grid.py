@@ -9,7 +9,7 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-from lightning_zero3 import grid
+from lightning_zero3.capabilities import grid
 
 if __name__ == "__main__":
     record = set(grid.passed())

@@ -23,7 +23,7 @@ if TYPE_CHECKING or not _FOR_THE_DOCTOR:
 
     from lightning_zero3.checkpoints.manifest import DamagedCheckpointError
     from lightning_zero3.checkpoints.saver import CheckpointNotSavedError
-    from lightning_zero3.fabric import Zero3FastFabricStrategy
+    from lightning_zero3.fabric.strategy import Zero3FastFabricStrategy
     from lightning_zero3.metrics.callback import Zero3Monitor
     from lightning_zero3.metrics.profile import Zero3Profile
     from lightning_zero3.moe.peer_batches import PeerBatchesError

@@ -13,7 +13,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_zero3 import engine_end
-from lightning_zero3.capabilities import TIMERS_IN_EVERY_STEP, parts_to_leave_out
+from lightning_zero3.capabilities.fixes import parts_to_leave_out
+from lightning_zero3.capabilities.limits import TIMERS_IN_EVERY_STEP
 from lightning_zero3.ds_config import inference_config
 from lightning_zero3.flops import flops_or_reason
 from lightning_zero3.metrics import engine_timers

@@ -9,10 +9,10 @@ from __future__ import annotations
 from lightning_fabric.strategies import STRATEGY_REGISTRY
 from lightning_fabric.strategies.deepspeed import DeepSpeedStrategy
 
-from lightning_zero3 import fabric
+from lightning_zero3.fabric import strategy
 
 
-class Zero3FastFabricStrategy(fabric.FabricStrategy, DeepSpeedStrategy):
+class Zero3FastFabricStrategy(strategy.FabricStrategy, DeepSpeedStrategy):
     """:class:`lightning_zero3.Zero3FastFabricStrategy`, for ``lightning_fabric``: the same arguments, the same code."""
 
     upstream = DeepSpeedStrategy

@@ -18,8 +18,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import LBFGS
 
+from lightning_zero3.capabilities.probing import referenced_names
 from lightning_zero3.lightning_packages import package_of
-from lightning_zero3.probing import referenced_names
 
 
 class UnsupportedFeatureError(MisconfigurationException):

@@ -22,9 +22,9 @@ from lightning_zero3.lightning_packages import package_of
 from lightning_zero3.moe import expert_parallel, parallel_layers
 from lightning_zero3.moe.build import meta_tensors, refuse_meta_tensors
 from lightning_zero3.moe.peer_batches import PeerBatchesStrategy
-from lightning_zero3.resuming import ResumingStrategy
+from lightning_zero3.resuming.hooks import ResumingStrategy
 from lightning_zero3.saving import SavingStrategy
-from lightning_zero3.stepping import SteppingStrategy
+from lightning_zero3.stepping.hooks import SteppingStrategy
 from lightning_zero3.strategy_options import OptionsOfAStrategy
 from lightning_zero3.substitution import substituted
 

@@ -13,7 +13,7 @@ from torch._dynamo import lookup_backend
 from transformers import Qwen3MoeForCausalLM
 
 from lightning_zero3 import Zero3FastStrategy
-from lightning_zero3.grid import Cell
+from lightning_zero3.capabilities.grid import Cell
 from lightning_zero3.moe import verify
 from lightning_zero3.moe.expert_parallel import already_replaced
 from lightning_zero3.moe.tensor_parallel import sharded_layers

@@ -36,7 +36,8 @@ def on_demand_timers() -> type[Any]:
 
     Upstream symbol: ``SynchronizedWallClockTimer``, made by the engine's constructor and handed on to the optimizer
     (0.19.7, 0.19.8). Its ``log`` prints past any logging level, and reads; here it does nothing. Detected by
-    :data:`lightning_zero3.capabilities.TIMERS_IN_EVERY_STEP`. Expires when an engine can be told which steps to time.
+    :data:`lightning_zero3.capabilities.limits.TIMERS_IN_EVERY_STEP`. Expires when an engine can be told which steps to
+    time.
     """
     from deepspeed.utils.timer import NoopTimer, SynchronizedWallClockTimer
 

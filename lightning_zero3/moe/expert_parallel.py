@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_zero3.capabilities import OUTPUT_RECORDERS
+from lightning_zero3.capabilities.limits import OUTPUT_RECORDERS
 from lightning_zero3.config import SetupError
 from lightning_zero3.moe.hugging_face import find_models, model_type
 from lightning_zero3.moe.output_recorders import as_transformers_records, movable_recorders, recorders_can_be_moved

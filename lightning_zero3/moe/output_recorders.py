@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_zero3.capabilities import needs_output_recorders, output_recorders_break
+from lightning_zero3.capabilities.limits import needs_output_recorders, output_recorders_break
 from lightning_zero3.moe.router_trial import WIDTH, try_router
 
 

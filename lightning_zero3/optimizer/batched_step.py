@@ -7,8 +7,8 @@ again only where they aren't.
 
 Upstream symbols (0.19.7, 0.19.8): ``_prepare_sub_group``, ``unscale_and_clip_grads``, ``_optimizer_step``,
 ``_reassign_or_swap_out_partitioned_parameters``, ``_release_sub_group`` of ``DeepSpeedZeroOptimizer_Stage3``, which
-``step`` calls in this order for one sub-group after the other. :data:`lightning_zero3.capabilities.BATCHED_STEP` checks
-that order before anything is built. Expires when upstream merges its updates.
+``step`` calls in this order for one sub-group after the other. That order is checked before anything is built, by
+:data:`lightning_zero3.capabilities.fixes.BATCHED_STEP`. Expires when upstream merges its updates.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_zero3.capabilities import clears_once_per_step
+from lightning_zero3.capabilities.fixes import clears_once_per_step
 from lightning_zero3.optimizer.flat_layout import FlatLayout
 from lightning_zero3.optimizer.merged_update import MergedUpdate, changes_gradients, mergeable, working_memory
 from lightning_zero3.optimizer.runs import RunRules, Unit, as_one, lie_together

@@ -5,7 +5,7 @@ Source: the report "_prepare_fp32_grad_for_sub_group clears every parameter's gr
 Upstream symbols: ``DeepSpeedZeroOptimizer_Stage3._prepare_fp32_grad_for_sub_group`` and ``zero_grad``. Up to 0.19.7 the
 first calls the second for every sub-group, and the second walks all parameters of all sub-groups. From 0.19.8 on
 ``step`` calls ``zero_grad`` once before its loop; then nothing here ever runs, and upstream's clear is what is used
-(:data:`lightning_zero3.capabilities.GRAD_CLEAR` tells).
+(:data:`lightning_zero3.capabilities.fixes.GRAD_CLEAR` tells).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Upstream symbols: ``DeepSpeedZeroOptimizer_Stage3._overflow_clean_up`` and ``torch_autocast_gradscaler`` (0.19.8).
 Upstream skips a step whose norm isn't finite before its GradScaler hears of it, and only the scaler lowers the scale:
 all later steps overflow as well. 0.19.7 leaves the skipping to the scaler. Detected by
-:data:`lightning_zero3.capabilities.SCALER_BACKS_OFF`. Expires when upstream tells its scaler.
+:data:`lightning_zero3.capabilities.fixes.SCALER_BACKS_OFF`. Expires when upstream tells its scaler.
 """
 
 from __future__ import annotations

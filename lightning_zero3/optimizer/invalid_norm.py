@@ -3,7 +3,7 @@
 Upstream symbols: ``DeepSpeedZeroOptimizer_Stage3.step``, ``_overflow_check_and_loss_scale_update`` and
 ``_get_norm_groups``. Each sub-group's norm is masked to -1 where it isn't finite. Up to 0.19.7 ``step`` squares that to
 1 and updates the weights with the NaNs; 0.19.8 takes the step for an overflow
-(:data:`lightning_zero3.capabilities.INVALID_NORM`), and then nothing here runs.
+(:data:`lightning_zero3.capabilities.fixes.INVALID_NORM`), and then nothing here runs.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ import torch
 from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
 from deepspeed.utils import z3_leaf_module
 
-from lightning_zero3.probing import unwrapped
+from lightning_zero3.capabilities.probing import unwrapped
 
 _COORDINATOR = "_PartitionedParameterCoordinator__"
 _ACTIVE = f"{_COORDINATOR}active_backward_submodules"

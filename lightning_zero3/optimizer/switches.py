@@ -11,7 +11,7 @@ from lightning_zero3.config import Zero3Options
 class Switches:
     """Which parts of the optimizer are on. Each can be switched alone, for an A/B on the same machine.
 
-    The names are those of the parts in :mod:`lightning_zero3.capabilities`; ``step_bytes_budget`` is an option of
+    The names are those of the parts in :mod:`lightning_zero3.capabilities.fixes`; ``step_bytes_budget`` is an option of
     ``batch_optimizer_step``.
     """
 

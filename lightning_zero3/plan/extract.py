@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_zero3.capabilities import GRAD_CLEAR
+from lightning_zero3.capabilities.fixes import GRAD_CLEAR
+from lightning_zero3.capabilities.probing import referenced_names
 from lightning_zero3.optimizer.grad_norm import NormPlan
 from lightning_zero3.plan.structure import (
     Bucket,
@@ -26,7 +27,6 @@ from lightning_zero3.plan.structure import (
     PlannedParameter,
     Structure,
 )
-from lightning_zero3.probing import referenced_names
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 

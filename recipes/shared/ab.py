@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-from lightning_zero3.capabilities import UPSTREAM_FIXES, parts_to_leave_out
+from lightning_zero3.capabilities.fixes import UPSTREAM_FIXES, parts_to_leave_out
 from lightning_zero3.compare.charts import draw
 from lightning_zero3.compare.read import read_run
 from lightning_zero3.compare.report import assemble

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_zero3 import Zero3FastStrategy
-from lightning_zero3.capabilities import UPSTREAM_FIXES, parts_to_leave_out
+from lightning_zero3.capabilities.fixes import UPSTREAM_FIXES, parts_to_leave_out
 from lightning_zero3.substitution import substituted
 from tests.fits import Pairs, Regression, assert_equal_bits, fit, optimizer_of, tensors_of
 

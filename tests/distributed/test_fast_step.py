@@ -250,7 +250,7 @@ def test_a_step_that_is_skipped(ranks, world_size, precision):
 def upstream_skips() -> bool:
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-    from lightning_zero3.capabilities import INVALID_NORM
+    from lightning_zero3.capabilities.fixes import INVALID_NORM
 
     return INVALID_NORM.mended(DeepSpeedZeroOptimizer_Stage3)
 

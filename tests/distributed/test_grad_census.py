@@ -14,7 +14,7 @@ from tests.fits import Pairs, Regression, fit
 def counts(scoped: bool) -> dict[str, Any]:
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-    from lightning_zero3.capabilities import GRAD_CLEAR
+    from lightning_zero3.capabilities.fixes import GRAD_CLEAR
 
     # The merged step prepares no sub-groups, so it has no clear to scope.
     engine = build(options=Zero3Options(scoped_grad_clear=scoped, batch_optimizer_step=False))

@@ -99,7 +99,7 @@ def forward_backward(engine: Any, step: int) -> None:
 def visits_of_a_step(scoped: bool, per_sub_group: bool, ours: bool, sub_group_size: int) -> dict[str, int]:
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-    from lightning_zero3.capabilities import GRAD_CLEAR
+    from lightning_zero3.capabilities.fixes import GRAD_CLEAR
 
     engine = build(optimizer_class(scoped=scoped, per_sub_group=per_sub_group, ours=ours), sub_group_size)
     for step in range(2):

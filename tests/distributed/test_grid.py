@@ -16,8 +16,8 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from lightning_zero3 import Zero3FastStrategy
+from lightning_zero3.capabilities.grid import Cell, cells, refusal_of
 from lightning_zero3.config import ConfigConflictError
-from lightning_zero3.grid import Cell, cells, refusal_of
 from tests.fits import QUIET, Language, Sentences
 from tests.grid_runs import Outcome, options, run_cell, signs_of
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_zero3.capabilities import INVALID_NORM
+from lightning_zero3.capabilities.fixes import INVALID_NORM
 from lightning_zero3.config import Zero3Options
 from tests.engines import PRECISIONS, Trainable, batch_of, build, norm_of
 from tests.fits import assert_equal_bits, tensors_of

@@ -67,7 +67,7 @@ def test_five_steps_are_bit_identical_to_a_forced_copy(ranks, world_size, name):
 def stock_copies(name: str) -> tuple[bool, list[bool], str]:
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-    from lightning_zero3.capabilities import MASTER_ALIAS
+    from lightning_zero3.capabilities.fixes import MASTER_ALIAS
 
     optimizer = optimizer_of(train(name, alias=False, stock=True))
     pairs = zip(optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_zero3 import Zero3FastStrategy, Zero3Monitor
-from lightning_zero3.skipped_steps import SKIPPED_IN_A_ROW_AT_MOST, EndlessSkippingError
+from lightning_zero3.stepping.skipped_steps import SKIPPED_IN_A_ROW_AT_MOST, EndlessSkippingError
 from tests.distributed.reference import Watched, is_sharded, run
 from tests.distributed.stock import StockOnCPU
 from tests.distributed.test_accumulation import OFFLOADED, SMALL

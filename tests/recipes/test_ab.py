@@ -18,7 +18,7 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from lightning_zero3 import cli
-from lightning_zero3.capabilities import GRAD_CLEAR, parts_to_leave_out
+from lightning_zero3.capabilities.fixes import GRAD_CLEAR, parts_to_leave_out
 from lightning_zero3.config import SetupError
 from lightning_zero3.metrics.names import COLLECTIVES_PER_STEP, GRAD_CLEAR_VISITS, LOSS
 from lightning_zero3.metrics.summary import read_metrics

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from lightning_zero3.capabilities import GRAD_CLEAR, MASTER_ALIAS, RELEASE, UPSTREAM_FIXES
+from lightning_zero3.capabilities.fixes import GRAD_CLEAR, MASTER_ALIAS, RELEASE, UPSTREAM_FIXES
+from lightning_zero3.capabilities.probing import UpstreamLimit
 from lightning_zero3.cpu_ops import OP_NAME
 from lightning_zero3.doctor import machine, report, upstream, versions
 from lightning_zero3.doctor.process import Answers
-from lightning_zero3.probing import UpstreamLimit
 from tests.ranks import ROOT
 
 # As pip's console script does; no run comes near the limit, which is there to show that none hangs.

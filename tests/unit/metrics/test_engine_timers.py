@@ -149,7 +149,7 @@ def test_micro_step_timers_begin_anew_and_the_steps_go_on() -> None:
 
 
 def test_deepspeed_calls_what_is_replaced() -> None:
-    from lightning_zero3.capabilities import TIMERS_IN_EVERY_STEP
+    from lightning_zero3.capabilities.limits import TIMERS_IN_EVERY_STEP
 
     assert TIMERS_IN_EVERY_STEP.present()
     assert callable(deepspeed.DeepSpeedEngine.print_forward_breakdown)

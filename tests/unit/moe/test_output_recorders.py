@@ -11,7 +11,7 @@ from torch import nn
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTopKRouter
 from transformers.utils import output_capturing
 
-from lightning_zero3.capabilities import needs_output_recorders, output_recorders_break
+from lightning_zero3.capabilities.limits import needs_output_recorders, output_recorders_break
 from lightning_zero3.moe.expert_parallel import check_layers, find_target
 from lightning_zero3.moe.output_recorders import (
     _registry_of_either_key,

@@ -11,7 +11,7 @@ from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import instrument_w_nvtx
 
-from lightning_zero3.capabilities import (
+from lightning_zero3.capabilities.fixes import (
     BATCHED_STEP,
     GRAD_CLEAR,
     GRAD_NORMS,
@@ -19,12 +19,12 @@ from lightning_zero3.capabilities import (
     PERSISTENT_GATHER,
     RELEASE,
     UPSTREAM_FIXES,
-    UPSTREAM_LIMITS,
     aliases_master_weights,
     clears_once_per_step,
 )
+from lightning_zero3.capabilities.limits import UPSTREAM_LIMITS
+from lightning_zero3.capabilities.probing import UpstreamFix, UpstreamLimit, referenced_names
 from lightning_zero3.optimizer.switches import Switches
-from lightning_zero3.probing import UpstreamFix, UpstreamLimit, referenced_names
 
 
 def upstream_method(name: str) -> ast.FunctionDef:

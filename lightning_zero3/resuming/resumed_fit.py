@@ -1,7 +1,7 @@
 """A resumed fit does what the interrupted one would have done next.
 
-What :mod:`lightning_zero3.fit_position` has written down is made up for in the first pass of Lightning's loops, whose
-methods are replaced on one Trainer until they have been called once.
+What :mod:`lightning_zero3.resuming.fit_position` has written down is made up for in the first pass of Lightning's
+loops, whose methods are replaced on one Trainer until they have been called once.
 
 Upstream symbols: ``_FitLoop.reset``, ``on_advance_start`` and ``_load_combined_loader_states``;
 ``_TrainingEpochLoop.reset``, ``on_run_start``, ``advance``, ``on_advance_end``, ``_on_before_fetch``,
@@ -20,8 +20,8 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_zero3 import changed_ranks, epoch_means, fit_position, loader_position, random_states
-from lightning_zero3.fit_position import Place
+from lightning_zero3.resuming import changed_ranks, epoch_means, fit_position, loader_position, random_states
+from lightning_zero3.resuming.fit_position import Place
 from lightning_zero3.substitution import substituted
 
 # In what Lightning saves next to DeepSpeed's own states; each rank's own, in its own file.

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from deepspeed.utils import instrument_w_nvtx
 
-from lightning_zero3.probing import calls_among, referenced_names
+from lightning_zero3.capabilities.probing import calls_among, referenced_names
 
 
 def uses_len_and_abs(numbers: list[int]) -> int:

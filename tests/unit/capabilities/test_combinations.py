@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from lightning_zero3 import grid
-from lightning_zero3.combinations import COMBINATIONS, Combination, markdown
+from lightning_zero3.capabilities import grid
+from lightning_zero3.capabilities.combinations import COMBINATIONS, Combination, markdown
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("row", COMBINATIONS, ids=lambda row: row.what)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_zero3.changed_ranks import moved
+from lightning_zero3.resuming.changed_ranks import moved
 
 
 def position(lanes: int, batch_size: int, accumulate: int) -> dict[str, int]:

@@ -6,8 +6,8 @@ from typing import Any
 
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_zero3 import resumed_fit
-from lightning_zero3.preemption import Preemption
+from lightning_zero3.resuming import resumed_fit
+from lightning_zero3.resuming.preemption import Preemption
 from lightning_zero3.trainer_mixin import TrainerMixin
 
 

@@ -12,12 +12,12 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zero3 import micro_steps
-from lightning_zero3.accumulation_schedule import allow_schedules
 from lightning_zero3.lightning_packages import package_of
 from lightning_zero3.moe import router
 from lightning_zero3.moe.expert_parallel import holds_a_model
-from lightning_zero3.skipped_steps import SkippedSteps
+from lightning_zero3.stepping import micro_steps
+from lightning_zero3.stepping.accumulation_schedule import allow_schedules
+from lightning_zero3.stepping.skipped_steps import SkippedSteps
 from lightning_zero3.substitution import substituted
 from lightning_zero3.trainer_mixin import TrainerMixin
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_zero3 import grid
-from lightning_zero3.capabilities import UPSTREAM_FIXES, UPSTREAM_LIMITS
+from lightning_zero3.capabilities import grid
+from lightning_zero3.capabilities.fixes import UPSTREAM_FIXES
+from lightning_zero3.capabilities.limits import UPSTREAM_LIMITS
 
 Status = Literal["tested", "refused", "upstream's path", "untested"]
 
@@ -371,7 +372,7 @@ def markdown() -> str:
     lines = [
         "# Combinations",
         "",
-        "Made from `lightning_zero3/combinations.py` and `capabilities.py` by `python docs/generate.py`.",
+        "Made from `lightning_zero3/capabilities` by `python docs/generate.py`.",
         "",
         "| what | status | note | evidence |",
         "|---|---|---|---|",

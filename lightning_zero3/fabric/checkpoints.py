@@ -18,7 +18,7 @@ from lightning_zero3.checkpoints.consolidated import load_consolidated
 from lightning_zero3.checkpoints.saver import Request, Saver, layout_of, only_upstream_can_save
 from lightning_zero3.checkpoints.sharded_weights import client_state
 from lightning_zero3.config import Zero3Options
-from lightning_zero3.fabric_steps import SteppedEngine, SteppedOptimizer, drop_saved_state
+from lightning_zero3.fabric.steps import SteppedEngine, SteppedOptimizer, drop_saved_state
 from lightning_zero3.substitution import substituted
 from lightning_zero3.topology import Topology
 

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_zero3 import micro_steps
 from lightning_zero3.config import ConfigConflictError
-from lightning_zero3.micro_steps import MicroSteps
 from lightning_zero3.moe import router
 from lightning_zero3.optimizer.layer_norms import grad_norms
 from lightning_zero3.refusals import UnsupportedFeatureError
+from lightning_zero3.stepping import micro_steps
+from lightning_zero3.stepping.micro_steps import MicroSteps
 
 
 class SteppedEngine:

@@ -17,8 +17,8 @@ from torch import nn
 from lightning_zero3 import ds_config, engine_end, precision, refusals, same_batches
 from lightning_zero3.config import ConfigConflictError, SetupError
 from lightning_zero3.engine_setup import EngineSetup
-from lightning_zero3.fabric_checkpoints import FabricCheckpoints
-from lightning_zero3.fabric_steps import SteppedEngine, SteppedOptimizer
+from lightning_zero3.fabric.checkpoints import FabricCheckpoints
+from lightning_zero3.fabric.steps import SteppedEngine, SteppedOptimizer
 from lightning_zero3.moe import parallel_layers, peer_batches, router
 from lightning_zero3.moe.build import refuse_meta_tensors
 from lightning_zero3.moe.generation import ranks_in_step
@@ -282,7 +282,7 @@ class FabricStrategy(FabricCheckpoints, EngineSetup, OptionsOfAStrategy):
             self._more_to_come = before
 
     def backward(self, tensor: torch.Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
-        """As Lightning's, by the engine; see :class:`~lightning_zero3.fabric_steps.SteppedEngine`.
+        """As Lightning's, by the engine; see :class:`~lightning_zero3.fabric.steps.SteppedEngine`.
 
         Args:
             tensor: The loss.
@@ -330,7 +330,7 @@ class FabricStrategy(FabricCheckpoints, EngineSetup, OptionsOfAStrategy):
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        """Have the next step clip; see :meth:`lightning_zero3.fabric_steps.SteppedEngine.clip`.
+        """Have the next step clip; see :meth:`lightning_zero3.fabric.steps.SteppedEngine.clip`.
 
         Args:
             module: The engine.

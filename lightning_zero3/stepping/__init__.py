@@ -1,0 +1,1 @@
+"""Steps: which backward is a step's last, when one is taken, and whether it counts."""
