@@ -70,7 +70,7 @@ COMBINATIONS: tuple[Combination, ...] = (
         "the merged step with offload, ZenFlow, Muon, a GradScaler, or hooks on the optimizer's step",
         "upstream's path",
         "said once in the log",
-        f"{_D}/test_fast_step.py::test_what_upstream_has_to_do_is_left_to_it",
+        f"{_D}/test_fast_step_work.py::test_what_upstream_has_to_do_is_left_to_it",
     ),
     Combination(
         "the merged step after resuming from a stock checkpoint",
@@ -82,7 +82,7 @@ COMBINATIONS: tuple[Combination, ...] = (
         "gradient norms reduced together on 4 ranks",
         "tested",
         "within 4 fp64 ulps of stock's; bit for bit with `coalesce_grad_norms=False`",
-        f"{_D}/test_fast_step.py::test_four_ranks_have_the_norm_within_4_ulps_and_the_same_without_the_switch",
+        f"{_D}/test_fast_step_work.py::test_four_ranks_have_the_norm_within_4_ulps_and_the_same_without_the_switch",
     ),
     Combination(
         "expert parallelism, fp32, against the model as it is",
@@ -156,7 +156,7 @@ COMBINATIONS: tuple[Combination, ...] = (
         "tensor parallelism with `expert_parallel_size=1`",
         "refused",
         "DeepSpeed's layers would count gradients twice",
-        "tests/unit/test_ds_config.py::test_tensor_parallelism_with_whole_expert_sets_is_refused",
+        "tests/unit/test_ds_config_parallel.py::test_tensor_parallelism_with_whole_expert_sets_is_refused",
     ),
     Combination(
         "tensor parallelism: heads or widths that it doesn't divide",

@@ -2,10 +2,9 @@
 
 import doctest
 import json
-import logging
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -284,85 +283,6 @@ class TestDataSets:
         assert _read(f"hf:{tmp_path}") == b"one\0two\0three"
         assert _read(f"hf:{tmp_path}:test") == b"four"
         assert _read(f"hf:{tmp_path}:default:train", max_tokens=6) == b"one\0tw"
-
-
-class TestTokenizer:
-    @pytest.fixture(scope="class")
-    def save(self, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-        """Save a tokenizer of five words (ids 0 to 4), special tokens as given; returns its directory."""
-        from tokenizers import Tokenizer, models, pre_tokenizers, processors
-        from transformers import PreTrainedTokenizerFast
-
-        def save(**special: str) -> str:
-            words = {"<unk>": 0, "<eos>": 1, "red": 2, "green": 3, "blue": 4}
-            tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-            tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-            # Many tokenizers put a special token before each text; here only documents are to be divided.
-            tokenizer.post_processor = processors.TemplateProcessing(single="<unk> $A", special_tokens=[("<unk>", 0)])
-            path = tmp_path_factory.mktemp("tokenizer")
-            PreTrainedTokenizerFast(
-                tokenizer_object=tokenizer, unk_token="<unk>", model_max_length=4, **special
-            ).save_pretrained(path)
-            return str(path)
-
-        return save
-
-    def test_documents_with_its_end_token_between(self, save: Callable[..., str], tmp_path: Path) -> None:
-        path = _write_lines(tmp_path / "a.jsonl", [{"text": "red green"}, {"text": ""}, {"text": "blue pink"}])
-        stream = load_tokens(str(path), tokenizer=save(eos_token="<eos>"))
-        assert stream.tokens.dtype == np.uint32
-        assert stream.tokens.tolist() == [2, 3, 1, 4, 0]
-        assert stream.vocab_size == 5
-        assert ", 2 documents, 5 tokens of " in stream.description
-
-    def test_many_batches_pieces_and_bad_bytes(
-        self, save: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("shared.data.PIECE_BYTES", 16)
-        monkeypatch.setattr("shared.data.BATCH_PIECES", 3)
-        (tmp_path / "a.txt").write_bytes(b"red green blue\n" * 40 + b"\xff red")
-        (tmp_path / "b.txt").write_bytes(b"blue")
-        expected = [2, 3, 4] * 40 + [0, 2, 1, 4]
-        directory = save(eos_token="<eos>")
-        assert load_tokens(str(tmp_path), tokenizer=directory).tokens.tolist() == expected
-        assert load_tokens(str(tmp_path), tokenizer=directory, max_tokens=50).tokens.tolist() == expected[:50]
-
-    def test_long_documents_cause_no_warning_about_the_context(
-        self,
-        save: Callable[..., str],
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        caplog: pytest.LogCaptureFixture,
-    ) -> None:
-        (tmp_path / "a.txt").write_text("red " * 100)
-        # The library's logger keeps its messages to itself unless told otherwise.
-        monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-        load_tokens(str(tmp_path / "a.txt"), tokenizer=save(eos_token="<eos>"))
-        assert "longer than" not in caplog.text
-
-    def test_no_end_token(self, save: Callable[..., str], tmp_path: Path) -> None:
-        (tmp_path / "a.txt").write_text("red")
-        with pytest.raises(ValueError, match="has no eos_token to separate documents"):
-            load_tokens(str(tmp_path / "a.txt"), tokenizer=save())
-
-    def test_absent(self, tmp_path: Path) -> None:
-        (tmp_path / "a.txt").write_text("red")
-        with pytest.raises(ValueError, match="absent' can't be loaded; give a directory"):
-            load_tokens(str(tmp_path / "a.txt"), tokenizer=str(tmp_path / "absent"))
-
-    def test_id_beyond_the_vocabulary(self) -> None:
-        with pytest.raises(ValueError, match="some: token id 5 is beyond the vocabulary of 5"):
-            TokenStream(np.array([1, 5], np.uint32), 5, "some")
-
-    def test_other_text_of_the_same_size_is_told_apart(self, tmp_path: Path) -> None:
-        path = tmp_path / "a.txt"
-        streams = []
-        for text in ("red fox", "red dog", "red fox"):
-            path.write_text(text)
-            streams.append(load_tokens(str(path), tokenizer=None))
-        assert len({stream.description for stream in streams}) == 1
-        first, other, again = (stream.fingerprint() for stream in streams)
-        assert first == again != other
 
 
 class TestPackedTokens:
