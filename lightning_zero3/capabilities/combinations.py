@@ -1,6 +1,7 @@
 """What may be combined with ``zero3_fast``, each with its evidence; ``docs/combinations.md`` is made from it.
 
-Later work fills it in. A combination that is neither tested nor refused says so.
+A combination that is neither tested nor refused says so. Longer than 400 lines because it is one table, of a row for
+each thing that was tested.
 """
 
 from __future__ import annotations

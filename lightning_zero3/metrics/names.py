@@ -117,23 +117,6 @@ def of_layer(name: str, layer: str) -> str:
     return f"{name}/{layer}"
 
 
-def entry_of(name: str) -> MetricEntry:
-    """The table's entry for a logged name, which may be of one layer.
-
-    Args:
-        name: What a logger saw.
-
-    Raises:
-        KeyError: There is none: the metric isn't documented.
-    """
-    if name in BY_NAME:
-        return BY_NAME[name]
-    whole = BY_NAME.get(name.rpartition("/")[0])
-    if whole is None or not whole.per_layer:
-        raise KeyError(f"{name} is in no entry of lightning_zero3/metrics/names.py.")
-    return whole
-
-
 def _timer(name: str, upstream: str, what: str, measured: str, label: str) -> MetricEntry:
     return MetricEntry(name, "ms", f"DeepSpeed's {upstream} timer: {what}", "maximum", measured, label, spread=True)
 

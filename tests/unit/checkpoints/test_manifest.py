@@ -1,3 +1,5 @@
+"""A manifest: what was written is what is read, and damage is named."""
+
 import subprocess
 from pathlib import Path
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightning_zero3.metrics import names, reference
-from lightning_zero3.metrics.names import BY_NAME, METRICS, MetricEntry, entry_of, of_layer, spread_of
+from lightning_zero3.metrics.names import BY_NAME, METRICS, MetricEntry, spread_of
 from lightning_zero3.metrics.step_values import StepValues
 
 SUFFIXES = {
@@ -64,11 +64,6 @@ def test_every_constant_is_in_the_table() -> None:
 
 def test_entries_are_found_by_name() -> None:
     assert {entry.name: entry for entry in METRICS} == BY_NAME
-    assert entry_of(names.STEP_TOTAL).name == names.STEP_TOTAL
-    assert entry_of(of_layer(names.DEAD_EXPERTS, "layer_7")).name == names.DEAD_EXPERTS
-    for unknown in ("step/unheard_of", of_layer(names.STEP_TOTAL, "layer_7")):
-        with pytest.raises(KeyError, match="is in no entry"):
-            entry_of(unknown)
 
 
 @EACH
