@@ -79,7 +79,7 @@ class Plain:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Backward, and nothing around it."""
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
 
     def step(self) -> None:
         """No optimizer: it is forward and backward that are compared."""

@@ -148,7 +148,7 @@ def main() -> None:
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 port = probe.getsockname()[1]
-            spawn(work, (ranks, port, folder, options), nprocs=ranks)  # type: ignore[no-untyped-call]
+            spawn(work, (ranks, port, folder, options), nprocs=ranks)
             cases.append(json.loads(Path(folder, "result.json").read_text()))
         case = cases[-1]
         size = case["bytes_of_rank_0"] / 1e6

@@ -189,7 +189,7 @@ def _alive(reference: Any) -> bool:
     return not reference.expired()
 
 
-class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class PeakBytes(TorchDispatchMode):
     """The most bytes of tensor storage that were live after any operation, beyond those at the start.
 
     Storages are counted once, however many tensors view them. Works on any device, and so on a CPU, which has no
@@ -226,7 +226,7 @@ class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage = tensor.untyped_storage()
         except (RuntimeError, NotImplementedError):
             return
-        reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        reference = StorageWeakRef(storage)
         known = self._live.get(reference.cdata) or self._old.get(reference.cdata)
         if known is None or not _alive(known[0]):
             self._live[reference.cdata] = (reference, storage.nbytes())

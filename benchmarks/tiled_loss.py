@@ -60,11 +60,11 @@ def measure(head: Any, length: int) -> dict[str, Any]:
             if repeat == 0:
                 with PeakBytes() as counted:
                     loss = loss_of(head, hidden, labels, tiled)
-                    loss.backward()  # type: ignore[no-untyped-call]
+                    loss.backward()
                 seen["peak"] = counted.peak
             else:
                 loss = loss_of(head, hidden, labels, tiled)
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
                 if device.type == "cuda":
                     torch.cuda.synchronize()
                 seen["ms"].append((time.perf_counter() - start) * 1000)

@@ -16,7 +16,7 @@ from lightning_zero3 import strategy
 _UPSTREAM: Any = strategies.DeepSpeedStrategy
 
 
-class Zero3FastStrategy(strategy.TrainerStrategy, _UPSTREAM):
+class Zero3FastStrategy(strategy.TrainerStrategy, _UPSTREAM):  # type: ignore[misc]
     """:class:`lightning_zero3.Zero3FastStrategy`, for ``pytorch_lightning``: the same arguments, the same code."""
 
     upstream = _UPSTREAM

@@ -103,7 +103,7 @@ def accelerator() -> dict[str, Any]:
             (f"{name} {v}" for name, v in (("CUDA", torch.version.cuda), ("HIP", torch.version.hip)) if v), "CPUs"
         ),
         "cuda_available": cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,  # type: ignore[no-untyped-call]
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
         "gloo": torch.distributed.is_available() and torch.distributed.is_gloo_available(),
     }
 

@@ -41,7 +41,7 @@ def on_demand_timers() -> type[Any]:
     """
     from deepspeed.utils.timer import NoopTimer, SynchronizedWallClockTimer
 
-    class OnDemandTimers(SynchronizedWallClockTimer):
+    class OnDemandTimers(SynchronizedWallClockTimer):  # type: ignore[misc]
         """DeepSpeed's timers, which start only while ``running``."""
 
         running = False

@@ -55,7 +55,7 @@ def sharded_build(config: Mapping[str, Any], remote_device: str | None = None) -
     from transformers.integrations.deepspeed import HfDeepSpeedConfig
     from transformers.utils import is_accelerate_available
 
-    class PartitionedBuild(zero.Init):
+    class PartitionedBuild(zero.Init):  # type: ignore[misc]
         """``zero.Init`` that leaves all tensors but parameters as they are made."""
 
         def _zero_init_param(self, parameter: nn.Parameter) -> None:

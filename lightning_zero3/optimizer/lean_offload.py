@@ -79,7 +79,7 @@ def _unless_compiled(lean: Callable[..., Any], upstream: Callable[..., Any]) -> 
     return call
 
 
-class LeanOffload(parameter_offload.DeepSpeedZeRoOffload):
+class LeanOffload(parameter_offload.DeepSpeedZeRoOffload):  # type: ignore[misc]
     """Upstream's class, with hooks that cost less."""
 
     # Whether any parameter is frozen: then what is gathered while a checkpoint is recomputed is released by the module

@@ -39,7 +39,7 @@ class FastStage3Optimizer(
     SwappedGradients,
     MoveStates,
     MasterAlias,
-    DeepSpeedZeroOptimizer_Stage3,
+    DeepSpeedZeroOptimizer_Stage3,  # type: ignore[misc]
 ):
     """A ``DeepSpeedZeroOptimizer_Stage3`` with a fast step, the scoped gradient clear and master-weight aliasing.
 

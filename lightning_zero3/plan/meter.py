@@ -31,7 +31,7 @@ class _Storage:
     kind: str
 
 
-class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StorageMeter(TorchDispatchMode):
     """Counts each storage on the meta device once, from the operation that made it until its last tensor is gone.
 
     What lives at the start is ``held``. What an operator allocates and frees within itself isn't seen, on the meta
