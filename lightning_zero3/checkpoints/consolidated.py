@@ -73,4 +73,4 @@ def _refine_master(parameter: Any, value: torch.Tensor) -> None:
 
     optimizer = getattr(parameter, "_z3_optimizer", None)
     if isinstance(optimizer, KeepEdits) and optimizer.is_optimized(parameter) and value.dtype != parameter.dtype:
-        optimizer.set_full_hp_param(value, parameter)  # type: ignore[attr-defined]
+        optimizer.set_full_hp_param(value, parameter)

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
+from lightning_zero3.optimizer.part import OptimizerPart
 from lightning_zero3.optimizer.switches import Switches
 
 # In the optimizer's part of a checkpoint, which each rank writes for itself. Upstream reads its own names only.
 PARTIAL_GRADIENTS = "lightning_zero3_partial_gradients"
 
 
-class AccumulateGradients:
+class AccumulateGradients(OptimizerPart):
     """Mixin over a Stage-3 optimizer: knows whether there are gradients, adds them up and keeps them in checkpoints."""
 
     switches: Switches
@@ -43,11 +44,11 @@ class AccumulateGradients:
     def begin_backward(self) -> None:
         """Have the next backward add to those before it, also where no forward of the engine came in between."""
         if self.switches.accumulate_backwards and self._epilogue_ran_this_backward:
-            self.clear_backward_seen_flag()  # type: ignore[attr-defined]
+            self.clear_backward_seen_flag()
 
     def independent_gradient_partition_epilogue(self) -> None:
         """As upstream's, which ends each backward."""
-        super().independent_gradient_partition_epilogue()  # type: ignore[misc]
+        super().independent_gradient_partition_epilogue()
         self._has_gradients = True
 
     def zero_grad(self, set_to_none: bool = True) -> Any:
@@ -57,11 +58,11 @@ class AccumulateGradients:
             set_to_none: As upstream's.
         """
         self._has_gradients = False
-        return super().zero_grad(set_to_none)  # type: ignore[misc]
+        return super().zero_grad(set_to_none)
 
     def finalize_gradient_accumulation_boundary(self) -> None:
         """As upstream's, which sends an offloaded optimizer its gradients; then those that no backward has reached."""
-        super().finalize_gradient_accumulation_boundary()  # type: ignore[misc]
+        super().finalize_gradient_accumulation_boundary()
         optimizer: Any = self
         if self.offload_optimizer and self._has_gradients and not optimizer._reached_all(self._reduced):
             optimizer._offload_all_but(self._reduced)
@@ -76,14 +77,14 @@ class AccumulateGradients:
             self.overflow = False
             self._global_grad_norm = 0.0
             return None
-        return super().step(closure)  # type: ignore[misc]
+        return super().step(closure)
 
     def _pre_step(self) -> None:
         self._has_gradients = False
-        super()._pre_step()  # type: ignore[misc]
+        super()._pre_step()
 
     def _rigid_state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = super()._rigid_state_dict()  # type: ignore[misc]
+        state: dict[str, Any] = super()._rigid_state_dict()
         if self.switches.keep_partial_gradients and self._has_gradients:
             state[PARTIAL_GRADIENTS] = {
                 "gradients": self.grad_partitions_flat_buffer.detach().to("cpu", copy=True),
@@ -92,7 +93,7 @@ class AccumulateGradients:
         return state
 
     def _rigid_load_state_dict(self, state_dict: dict[str, Any], load_optimizer_states: bool = True) -> Any:
-        result = super()._rigid_load_state_dict(state_dict, load_optimizer_states)  # type: ignore[misc]
+        result = super()._rigid_load_state_dict(state_dict, load_optimizer_states)
         partial = state_dict.get(PARTIAL_GRADIENTS) if self.switches.keep_partial_gradients else None
         if partial is not None and load_optimizer_states:
             self._restore_partial(**partial)

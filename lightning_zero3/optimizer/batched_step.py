@@ -25,6 +25,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_zero3.capabilities.fixes import clears_once_per_step
 from lightning_zero3.optimizer.flat_layout import FlatLayout
 from lightning_zero3.optimizer.merged_update import MergedUpdate, changes_gradients, mergeable, working_memory
+from lightning_zero3.optimizer.part import OptimizerPart
 from lightning_zero3.optimizer.runs import RunRules, Unit, as_one, lie_together
 from lightning_zero3.optimizer.step_memory import Scratch, WorkingMemory, idle_bytes, stock_peak
 from lightning_zero3.optimizer.switches import Switches
@@ -65,7 +66,7 @@ class StepPlan:
     to_spare: int
 
 
-class BatchOptimizerStep:
+class BatchOptimizerStep(OptimizerPart):
     """Mixin over a Stage-3 optimizer: upstream's loop over sub-groups ends in one update of all of them."""
 
     switches: Switches
@@ -98,10 +99,10 @@ class BatchOptimizerStep:
         if sub_group_id == 0:
             self._merging = self._can_merge()
         if not self._merging:
-            super()._prepare_sub_group(sub_group_id, *arguments)  # type: ignore[misc]
+            super()._prepare_sub_group(sub_group_id, *arguments)
         elif sub_group_id == 0 and not _upstream_clears_once():
             # Up to 0.19.7 the preparation that is left out here is what clears the model's gradients.
-            self.zero_grad(set_to_none=True)  # type: ignore[attr-defined]
+            self.zero_grad(set_to_none=True)
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: Any) -> None:
         """As upstream's: divide a sub-group's gradients by the loss scale and the clipping factor.
@@ -111,23 +112,23 @@ class BatchOptimizerStep:
             total_norm: The norm of all gradients, still multiplied by the loss scale.
         """
         if not self._merging:
-            super().unscale_and_clip_grads(sub_group_id, total_norm)  # type: ignore[misc]
+            super().unscale_and_clip_grads(sub_group_id, total_norm)
         else:
             self._total_norm = total_norm  # the same for every sub-group
 
     def _optimizer_step(self, sub_group_id: int) -> None:
         if not self._merging:
-            super()._optimizer_step(sub_group_id)  # type: ignore[misc]
+            super()._optimizer_step(sub_group_id)
         elif sub_group_id == len(self.fp16_groups) - 1:
             self._update_all()
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
         if not self._merging:
-            super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)  # type: ignore[misc]
+            super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
 
     def _release_sub_group(self, sub_group_id: int, *arguments: Any) -> None:
         if not self._merging:
-            super()._release_sub_group(sub_group_id, *arguments)  # type: ignore[misc]
+            super()._release_sub_group(sub_group_id, *arguments)
         elif sub_group_id == len(self.fp16_groups) - 1:
             self._merging = False
 
@@ -151,7 +152,7 @@ class BatchOptimizerStep:
         return max(self.scratch_bytes_allowed() - gathered, self.switches.step_bytes_budget or 0)
 
     def _working_memory(self, sub_group_id: int) -> WorkingMemory:
-        group = self.optimizer.param_groups[self.sub_group_to_group_id[sub_group_id]]  # type: ignore[attr-defined]
+        group = self.optimizer.param_groups[self.sub_group_to_group_id[sub_group_id]]
         return working_memory(self.optimizer, group, self.fp32_partitioned_groups_flat[0].device)
 
     def _can_merge(self) -> bool:
@@ -178,7 +179,7 @@ class BatchOptimizerStep:
     def _update_all(self) -> None:
         masters = self.fp32_partitioned_groups_flat
         if self._update is None or self._update.optimizer is not self.optimizer:
-            self._update = MergedUpdate(self.optimizer, masters, self.sub_group_to_group_id.__getitem__)  # type: ignore[attr-defined]
+            self._update = MergedUpdate(self.optimizer, masters, self.sub_group_to_group_id.__getitem__)
             self._plans = {}
         factor = self._factor()
         idle = idle_bytes(self)
@@ -345,7 +346,7 @@ class BatchOptimizerStep:
         partitions = itertools.chain.from_iterable(self.fp16_partitioned_groups)
         if not self._layouts[1].holds(self.lp_param_buffer, partitions):
             for index in range(len(weights)):
-                self._unflatten_partitioned_parameters(index)  # type: ignore[attr-defined]
+                self._unflatten_partitioned_parameters(index)
 
     def _let_go_of_gradients(self) -> None:
         from deepspeed.accelerator import get_accelerator

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_zero3.collective_counts import counted_collectives
+from lightning_zero3.optimizer.part import OptimizerPart
 
 
-class CountCollectives:
+class CountCollectives(OptimizerPart):
     """Mixin over a Stage-3 optimizer, above its other parts: counts the collectives of ``step``.
 
     Without :meth:`start_collective_census` the cost is one attribute look-up per step.
@@ -24,9 +25,9 @@ class CountCollectives:
     def step(self, closure: Any = None) -> Any:
         """As upstream's."""
         if not self._collectives_wanted:
-            return super().step(closure)  # type: ignore[misc]
+            return super().step(closure)
         with counted_collectives() as counting:
             try:
-                return super().step(closure)  # type: ignore[misc]
+                return super().step(closure)
             finally:
                 self.step_collectives = counting.count

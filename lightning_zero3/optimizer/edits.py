@@ -22,6 +22,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_zero3.listing import first_few
+from lightning_zero3.optimizer.part import OptimizerPart
 from lightning_zero3.optimizer.switches import Switches
 
 # The depth of GatheredParameters contexts that hold a parameter: an attribute that upstream sets on it.
@@ -32,7 +33,7 @@ class LostEditError(RuntimeError):
     """Weights were changed in a way that no rank could keep."""
 
 
-class KeepEdits:
+class KeepEdits(OptimizerPart):
     """Mixin over a Stage-3 optimizer: carries edits of gathered weights over to the masters."""
 
     switches: Switches
@@ -44,7 +45,7 @@ class KeepEdits:
     _gathers_itself = False
 
     def _link_all_hp_params(self) -> None:
-        super()._link_all_hp_params()  # type: ignore[misc]
+        super()._link_all_hp_params()
         self._at_entry = {}
         if self.switches.keep_edits:
             for parameter in self.module.parameters():
@@ -58,16 +59,16 @@ class KeepEdits:
             if getattr(parameter, "_z3_optimizer", None) is self:
                 _unwrap(parameter, "all_gather")
                 _unwrap(parameter, "partition")
-        super().destroy()  # type: ignore[misc]
+        super().destroy()
 
     def _post_step(self, *arguments: Any) -> None:
         with self._upstreams_own_gather():
-            super()._post_step(*arguments)  # type: ignore[misc]
+            super()._post_step(*arguments)
 
     def checkpoint_event_epilogue(self) -> None:
         """As upstream's."""
         with self._upstreams_own_gather():
-            super().checkpoint_event_epilogue()  # type: ignore[misc]
+            super().checkpoint_event_epilogue()
 
     @contextmanager
     def _upstreams_own_gather(self) -> Iterator[None]:
@@ -80,7 +81,7 @@ class KeepEdits:
 
     def is_optimized(self, parameter: torch.nn.Parameter) -> bool:
         """Whether a parameter of the module has a master here. One that was frozen at the start has none."""
-        return self.get_param_id(parameter) in self.grad_position  # type: ignore[attr-defined]
+        return self.get_param_id(parameter) in self.grad_position
 
     @torch.no_grad()
     def take_over_edit(self, parameter: Any) -> None:
@@ -115,7 +116,7 @@ class KeepEdits:
     def real_elements(self, parameter: Any) -> int:
         """Number of elements of this rank's partition that aren't padding."""
         size = int(parameter.partition_numel())
-        start = size * int(self._get_param_partition_rank(parameter))  # type: ignore[attr-defined]
+        start = size * int(self._get_param_partition_rank(parameter))
         return max(0, min(size, int(parameter.ds_numel) - start))
 
     @contextmanager
@@ -142,7 +143,7 @@ class KeepEdits:
             return False
         if before is not None and not torch.equal(before, _sum_of_bits(gathered)):
             return True  # other ranks' parts count too
-        start = kept.numel() * self._get_param_partition_rank(parameter)  # type: ignore[attr-defined]
+        start = kept.numel() * self._get_param_partition_rank(parameter)
         return bool(_differs(gathered.reshape(-1)[start : start + real], kept[:real].to(gathered.device)).any())
 
 
@@ -192,11 +193,11 @@ def _keep_edits(original: Any, parameters: list[Any], hierarchy: int, has_been_u
             owner._at_entry.pop(parameter.ds_id, None)
         return
     available = [(owner, p) for owner, p in available if free_data and getattr(p, CONTEXT_DEPTH, 0) > 0]
-    alone = [(owner, p) for owner, p in available if owner._get_param_partition_world_size(p) == 1]  # type: ignore[attr-defined]
+    alone = [(owner, p) for owner, p in available if owner._get_param_partition_world_size(p) == 1]
     for owner, parameter in alone:
         # A single rank's values are everybody's; often they are in the partition already.
         parameter.ds_tensor[: owner.real_elements(parameter)].copy_(parameter.data.reshape(-1))
-    several = [(owner, p) for owner, p in available if owner._get_param_partition_world_size(p) > 1]  # type: ignore[attr-defined]
+    several = [(owner, p) for owner, p in available if owner._get_param_partition_world_size(p) > 1]
     lost = [p for owner, p in several if owner._would_lose(p)]
     original(parameters, hierarchy, has_been_updated, free_data)
     for owner, parameter in available:

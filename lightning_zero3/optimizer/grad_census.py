@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from lightning_zero3.optimizer.part import OptimizerPart
+
 
 @dataclass
 class GradClearCensus:
@@ -28,7 +30,7 @@ class GradClearCensus:
     seconds: float = 0.0
 
 
-class CountGradClears:
+class CountGradClears(OptimizerPart):
     """Mixin over a Stage-3 optimizer, below everything that narrows a clear: counts what upstream really visits.
 
     The count is of ``step`` alone; the engine's own clear after it isn't in it. Without :meth:`start_grad_clear_census`
@@ -47,11 +49,11 @@ class CountGradClears:
     def step(self, closure: Any = None) -> Any:
         """As upstream's."""
         if not self._census_wanted:
-            return super().step(closure)  # type: ignore[misc]
+            return super().step(closure)
         self.grad_clear_census = GradClearCensus()
         self._in_step = True
         try:
-            return super().step(closure)  # type: ignore[misc]
+            return super().step(closure)
         finally:
             self._in_step = False
 
@@ -62,13 +64,13 @@ class CountGradClears:
             set_to_none: As upstream's.
         """
         if not self._in_step or self.grad_clear_census is None:
-            return super().zero_grad(set_to_none)  # type: ignore[misc]
+            return super().zero_grad(set_to_none)
         census = self.grad_clear_census
         for group in self.fp16_groups:
             census.visits += len(group)
             census.live += sum(parameter.grad is not None for parameter in group)
         began = time.perf_counter()
         try:
-            return super().zero_grad(set_to_none)  # type: ignore[misc]
+            return super().zero_grad(set_to_none)
         finally:
             census.seconds += time.perf_counter() - began

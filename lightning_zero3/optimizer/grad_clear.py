@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
+from lightning_zero3.optimizer.part import OptimizerPart
 from lightning_zero3.optimizer.switches import Switches
 
 
-class ScopedGradClear:
+class ScopedGradClear(OptimizerPart):
     """Mixin over a Stage-3 optimizer: a clear that is called for a sub-group clears that sub-group."""
 
     switches: Switches
@@ -27,11 +28,11 @@ class ScopedGradClear:
 
     def _prepare_fp32_grad_for_sub_group(self, sub_group_id: int) -> None:
         if not self.switches.scoped_grad_clear:
-            super()._prepare_fp32_grad_for_sub_group(sub_group_id)  # type: ignore[misc]
+            super()._prepare_fp32_grad_for_sub_group(sub_group_id)
             return
         self._clear_scope = sub_group_id
         try:
-            super()._prepare_fp32_grad_for_sub_group(sub_group_id)  # type: ignore[misc]
+            super()._prepare_fp32_grad_for_sub_group(sub_group_id)
         finally:
             self._clear_scope = None
 
@@ -45,10 +46,10 @@ class ScopedGradClear:
             set_to_none: As upstream's.
         """
         if self._clear_scope is None:
-            return super().zero_grad(set_to_none)  # type: ignore[misc]
+            return super().zero_grad(set_to_none)
         every_sub_group = self.fp16_groups
         self.fp16_groups = [every_sub_group[self._clear_scope]]
         try:
-            return super().zero_grad(set_to_none)  # type: ignore[misc]
+            return super().zero_grad(set_to_none)
         finally:
             self.fp16_groups = every_sub_group

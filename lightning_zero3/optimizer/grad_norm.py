@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from lightning_zero3.optimizer.part import OptimizerPart
 from lightning_zero3.optimizer.step_memory import Scratch, idle_bytes
 from lightning_zero3.optimizer.switches import Switches
 from lightning_zero3.optimizer.upstream_path import reason_for_upstreams_step
@@ -30,7 +31,7 @@ _ROW_LIMIT = 16_384
 _ROOM_FOR_ROWS = 1 << 20
 
 
-class CoalesceGradNorms:
+class CoalesceGradNorms(OptimizerPart):
     """Mixin over a Stage-3 optimizer, below whatever asks for the norms."""
 
     switches: Switches
@@ -39,14 +40,14 @@ class CoalesceGradNorms:
 
     def _get_norm_groups(self) -> list[torch.Tensor]:
         if not self.switches.coalesce_grad_norms or reason_for_upstreams_step(self) is not None:
-            norms: list[torch.Tensor] = super()._get_norm_groups()  # type: ignore[misc]
+            norms: list[torch.Tensor] = super()._get_norm_groups()
             return norms
         from deepspeed import comm as dist
 
         if self._norm_plan is None:
             self._norm_plan = NormPlan(self)
         plan = self._norm_plan
-        sums = plan.sums_of_squares(self.averaged_gradients, idle_bytes(self), self.scratch_bytes_allowed())  # type: ignore[attr-defined]
+        sums = plan.sums_of_squares(self.averaged_gradients, idle_bytes(self), self.scratch_bytes_allowed())
         for groups, start, stop in plan.reductions:
             part = sums[start:stop]
             for group in groups:

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning_zero3.optimizer.part import OptimizerPart
 from lightning_zero3.optimizer.switches import Switches
 
 
-class ScalerBacksOff:
+class ScalerBacksOff(OptimizerPart):
     """Mixin over a Stage-3 optimizer: lowers its GradScaler's scale where upstream skips a step without it."""
 
     switches: Switches
     torch_autocast_gradscaler: Any
 
     def _overflow_clean_up(self, *arguments: Any) -> None:
-        super()._overflow_clean_up(*arguments)  # type: ignore[misc]
+        super()._overflow_clean_up(*arguments)
         scaler = self.torch_autocast_gradscaler
         if scaler is not None and self.switches.lower_the_scale:
             # What the scaler's own update does where it has found an overflow.

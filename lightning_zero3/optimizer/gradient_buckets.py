@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from lightning_zero3.optimizer.part import OptimizerPart
 from lightning_zero3.optimizer.switches import Switches
 
 _REDUCE = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
@@ -38,7 +39,7 @@ class _FromItsEnd:
         return buffer.narrow(dimension, buffer.numel() - start - length, length)
 
 
-class BucketPerProcessGroup:
+class BucketPerProcessGroup(OptimizerPart):
     """Mixin over a Stage-3 optimizer: gradients of two process groups wait for their reductions side by side."""
 
     switches: Switches
@@ -58,17 +59,17 @@ class BucketPerProcessGroup:
         # Without reduce_scatter a bucket's buffer is reduced as a whole, in the order in which it was filled.
         if self.switches.bucket_per_process_group and optimizer.reduce_scatter and not optimizer.zenflow:
             self._choose_bucket(param)
-        super().reduce_independent_p_g_buckets_and_remove_grads(param)  # type: ignore[misc]
+        super().reduce_independent_p_g_buckets_and_remove_grads(param)
 
     def independent_gradient_partition_epilogue(self) -> None:
         """As upstream's, which reduces what is left, for both buckets."""
         self._reduce_second()
-        super().independent_gradient_partition_epilogue()  # type: ignore[misc]
+        super().independent_gradient_partition_epilogue()
 
     def _pre_step(self) -> None:
         # A backward that has raised leaves gradients behind, which upstream drops now.
         self._as_upstream_has_them()
-        super()._pre_step()  # type: ignore[misc]
+        super()._pre_step()
 
     def _choose_bucket(self, param: Any) -> None:
         """Make the bucket of a parameter's process group upstream's current one, with room for its gradient."""

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from lightning_zero3.optimizer.part import OptimizerPart
 from lightning_zero3.optimizer.switches import Switches
 
 
-class SkipInvalidNorm:
+class SkipInvalidNorm(OptimizerPart):
     """Mixin over a Stage-3 optimizer: looks at the norms before the decision to step, and passes them on."""
 
     switches: Switches
@@ -29,19 +30,19 @@ class SkipInvalidNorm:
     def _overflow_check_and_loss_scale_update(self, *args: Any, **kwargs: Any) -> Any:
         # With torch's GradScaler it is the scaler that skips, and lowers its scale.
         if not self.switches.skip_invalid_norm or self.torch_autocast_gradscaler is not None:
-            return super()._overflow_check_and_loss_scale_update(*args, **kwargs)  # type: ignore[misc]
+            return super()._overflow_check_and_loss_scale_update(*args, **kwargs)
         # With fp16 upstream checks the gradients themselves and sets this flag anew; otherwise nothing resets it.
         self.overflow = False
         if self.dtype != torch.float16:
-            norms = super()._get_norm_groups()  # type: ignore[misc]
+            norms = super()._get_norm_groups()
             stacked = torch.stack([torch.as_tensor(norm).to(torch.float64) for norm in norms])
             if bool(((stacked < 0) | ~torch.isfinite(stacked)).any()):
                 self.overflow = True
                 self._global_grad_norm = float("inf")
             else:
                 self._early_norms = norms
-        return super()._overflow_check_and_loss_scale_update(*args, **kwargs)  # type: ignore[misc]
+        return super()._overflow_check_and_loss_scale_update(*args, **kwargs)
 
     def _get_norm_groups(self) -> list[torch.Tensor]:
         norms, self._early_norms = self._early_norms, None
-        return norms if norms is not None else super()._get_norm_groups()  # type: ignore[misc]
+        return norms if norms is not None else super()._get_norm_groups()

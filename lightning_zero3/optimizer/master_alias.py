@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
+from lightning_zero3.optimizer.part import OptimizerPart
 from lightning_zero3.optimizer.switches import Switches
 
 
-class MasterAlias:
+class MasterAlias(OptimizerPart):
     """Mixin over a Stage-3 optimizer: shares storage between weight partitions and masters where they are equal."""
 
     switches: Switches
@@ -33,12 +34,12 @@ class MasterAlias:
 
     def _create_fp32_partitions(self) -> None:
         if not self.switches.alias_master_weights or self._keeps_two_copies():
-            super()._create_fp32_partitions()  # type: ignore[misc]
+            super()._create_fp32_partitions()
             return
         device = self.device
         self.device = torch.device(device)
         try:
-            super()._create_fp32_partitions()  # type: ignore[misc]
+            super()._create_fp32_partitions()
         finally:
             self.device = device
         self._check_aliases()

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from lightning_zero3.optimizer.part import OptimizerPart
 from lightning_zero3.optimizer.switches import Switches
 
 
@@ -21,7 +22,7 @@ class UnfrozenParameterError(RuntimeError):
     """A parameter wants to be trained that the optimizer has no place for."""
 
 
-class MissingGradients:
+class MissingGradients(OptimizerPart):
     """Mixin over a Stage-3 optimizer: zeroes gradients that no reduction of this step has written."""
 
     switches: Switches
@@ -35,7 +36,7 @@ class MissingGradients:
     _frozen: list[tuple[str, torch.nn.Parameter]]
 
     def _link_all_hp_params(self) -> None:
-        super()._link_all_hp_params()  # type: ignore[misc]
+        super()._link_all_hp_params()
         self._reduced, self._reduced_now = set(), set()
         self._frozen = [(name, p) for name, p in self.module.named_parameters() if not p.requires_grad]
 
@@ -46,7 +47,7 @@ class MissingGradients:
             set_to_none: As upstream's.
         """
         self._reduced = set()
-        return super().zero_grad(set_to_none)  # type: ignore[misc]
+        return super().zero_grad(set_to_none)
 
     def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> Any:
         """As upstream's.
@@ -58,17 +59,17 @@ class MissingGradients:
         ids = [parameter.ds_id for parameter in params_to_release]
         self._reduced.update(ids)
         self._reduced_now.update(ids)
-        return super().partition_grads(params_to_release, grad_partitions)  # type: ignore[misc]
+        return super().partition_grads(params_to_release, grad_partitions)
 
     def independent_gradient_partition_epilogue(self) -> None:
         """As upstream's, which ends each backward; then see to the parameters that it hasn't reached."""
-        super().independent_gradient_partition_epilogue()  # type: ignore[misc]
+        super().independent_gradient_partition_epilogue()
         reduced_now, self._reduced_now = self._reduced_now, set()
         if not self.switches.zero_missing_gradients:
             return
         if self.micro_step_id == 0 and not self._reached_all(self._reduced):
             self._zero_all_but(self._reduced)
-        boundary = self.offload_optimizer and self.is_gradient_accumulation_boundary()  # type: ignore[attr-defined]
+        boundary = self.offload_optimizer and self.is_gradient_accumulation_boundary()
         if boundary and not self._reached_all(reduced_now):
             self._offload_all_but(reduced_now)
 
@@ -83,7 +84,7 @@ class MissingGradients:
                     "afterwards, for example in on_train_start, until it is to be trained."
                 )
         self._reduced = set()
-        super()._pre_step()  # type: ignore[misc]
+        super()._pre_step()
 
     def _reached_all(self, reduced: set[int]) -> bool:
         return len(reduced) >= sum(map(len, self.fp16_groups))
@@ -107,5 +108,5 @@ class MissingGradients:
 
     def _gradient_partitions(self) -> dict[int, torch.Tensor]:
         # ds_id → this rank's partition of the gradient, a slice of one buffer; upstream's name for it is private.
-        partitions: dict[int, torch.Tensor] = self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition  # type: ignore[attr-defined]
+        partitions: dict[int, torch.Tensor] = self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
         return partitions

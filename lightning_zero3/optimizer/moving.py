@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 
+from lightning_zero3.optimizer.part import OptimizerPart
 from lightning_zero3.optimizer.switches import Switches
 
 
-class MoveStates:
+class MoveStates(OptimizerPart):
     """Mixin over a Stage-3 optimizer, above upstream's methods: moves weights, masters and moments."""
 
     switches: Switches
@@ -37,7 +38,7 @@ class MoveStates:
     _away: dict[Any, list[tuple[torch.Tensor, torch.device]]]
 
     def _link_all_hp_params(self) -> None:
-        super()._link_all_hp_params()  # type: ignore[misc]
+        super()._link_all_hp_params()
         self._away = {}
 
     def offload_states(
@@ -61,15 +62,15 @@ class MoveStates:
 
         device = OffloadDeviceEnum.cpu if device is None else device
         if not self._moves_itself():
-            super().offload_states(include, device, pin_memory, non_blocking)  # type: ignore[misc]
+            super().offload_states(include, device, pin_memory, non_blocking)
             return
         wanted = set(State if include is None else include)
         pair = {State.hp_params, State.lp_params}
-        if wanted & pair and self.aliased_sub_groups():  # type: ignore[attr-defined]
+        if wanted & pair and self.aliased_sub_groups():
             wanted |= pair
         due = wanted - self.offloaded_states
         if State.lp_params in due:
-            self.empty_partition_cache()  # type: ignore[attr-defined]
+            self.empty_partition_cache()
             self._bring_strays_home()
             self._bind(self._host_copy_of_weights(device.value, pin_memory, non_blocking))
         if State.hp_params in due:
@@ -81,7 +82,7 @@ class MoveStates:
         if not pin_memory and State.lp_grads in due:
             # Upstream's reload prefers an earlier offload's pinned buffer to what this one has moved.
             self._drop_pinned("lp_grad_partitions_flat_pin_buffers")
-        super().offload_states([s for s in State if s in due - mine], device, pin_memory, non_blocking)  # type: ignore[misc]
+        super().offload_states([s for s in State if s in due - mine], device, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Move everything back to the device; what was aliased is aliased again.
@@ -104,7 +105,7 @@ class MoveStates:
                 tensor.data = _copy(tensor.data, home, non_blocking)
             self._away = {}
             self.offloaded_states -= {State.lp_params, State.hp_params, State.optim_states}
-        super().reload_states(non_blocking)  # type: ignore[misc]
+        super().reload_states(non_blocking)
         del on_the_host
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -116,7 +117,7 @@ class MoveStates:
         if self.offloaded_states and self._moves_itself():
             away = ", ".join(sorted(state.value for state in self.offloaded_states))
             raise RuntimeError(f"{away} are offloaded: call reload_states() before loading a checkpoint.")
-        return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+        return super().load_state_dict(*args, **kwargs)
 
     def _bring_strays_home(self) -> None:
         """Copy masters back into the buffer that something has bound to other storage.
@@ -136,7 +137,7 @@ class MoveStates:
             self._bind(buffer.data)
 
     def _moves_itself(self) -> bool:
-        return self.switches.move_exactly or bool(self.aliased_sub_groups())  # type: ignore[attr-defined]
+        return self.switches.move_exactly or bool(self.aliased_sub_groups())
 
     def _separate_masters(self) -> list[torch.Tensor]:
         pairs = zip(self.fp16_partitioned_groups_flat, self.fp32_partitioned_groups_flat, strict=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from lightning_zero3.optimizer.part import OptimizerPart
 from lightning_zero3.optimizer.step_memory import Scratch, idle_bytes
 from lightning_zero3.optimizer.switches import Switches
 from lightning_zero3.optimizer.upstream_path import reason_for_upstreams_step
@@ -36,7 +37,7 @@ class _Shelf:
     shape: tuple[int, ...]
 
 
-class CoalescePersistentGather:
+class CoalescePersistentGather(OptimizerPart):
     """Mixin over a Stage-3 optimizer: packs what upstream gathers one by one."""
 
     switches: Switches
@@ -46,7 +47,7 @@ class CoalescePersistentGather:
     def _post_step(self, *arguments: Any) -> None:
         if self.switches.coalesce_persistent_gather and reason_for_upstreams_step(self) is None:
             self._gather_persistent()
-        super()._post_step(*arguments)  # type: ignore[misc]
+        super()._post_step(*arguments)
 
     def _gather_persistent(self) -> None:
         """Gather the persistent parameters that aren't gathered; upstream then finds nothing to do."""
@@ -83,7 +84,7 @@ class CoalescePersistentGather:
         gathered = wanted // (ranks + 1) * ranks
         idle = idle_bytes(self)
         fits = idle is not None and wanted <= idle.numel()
-        if not fits and wanted > self.gather_bytes_allowed(gathered):  # type: ignore[attr-defined]
+        if not fits and wanted > self.gather_bytes_allowed(gathered):
             return None
         return Scratch(idle, wanted, shelves[0].parameters[0].ds_tensor.device)
 

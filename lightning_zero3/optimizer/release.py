@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from lightning_zero3.optimizer.part import OptimizerPart
 from lightning_zero3.optimizer.switches import Switches
 from lightning_zero3.optimizer.upstream_path import has_secondary_partitions, reason_for_upstreams_step
 
@@ -61,7 +62,7 @@ class ParameterList:
         self._registered = list(itertools.chain.from_iterable(map(dict.values, self._registries)))
 
 
-class SkipRedundantRelease:
+class SkipRedundantRelease(OptimizerPart):
     """Mixin over a Stage-3 optimizer: one look at each parameter, and work only for those that are gathered."""
 
     switches: Switches
@@ -74,39 +75,39 @@ class SkipRedundantRelease:
     _parameter_list: ParameterList | None = None
 
     def _pre_step(self) -> None:
-        super()._pre_step()  # type: ignore[misc]
+        super()._pre_step()
         self._step_begins = True
 
     def _partition_all_parameters(self) -> None:
         # Checkpoints call this too, and then every parameter has to be released.
         step_begins, self._step_begins = self._step_begins, False
         if not (step_begins and self.switches.skip_redundant_release and self._release_gathered()):
-            super()._partition_all_parameters()  # type: ignore[misc]
+            super()._partition_all_parameters()
 
     def invalidate_secondary_tensor(self) -> None:
         """As upstream's, which visits every parameter: only where there are secondary partitions (hpZ)."""
         if not self.switches.skip_redundant_release or has_secondary_partitions(self):
-            super().invalidate_secondary_tensor()  # type: ignore[misc]
+            super().invalidate_secondary_tensor()
 
     def _post_step(self, *arguments: Any) -> None:
         # An optimizer that gives masters new storage has taken the partitions along, and not the parameters.
         for parameter in _not_their_partitions(self._left_in_place):
             self._free(parameter)
         self._left_in_place = ()
-        super()._post_step(*arguments)  # type: ignore[misc]
+        super()._post_step(*arguments)
 
     def _overflow_clean_up(self, *arguments: Any) -> None:
         # A step that is skipped gathers nothing, so upstream leaves persistent parameters released.
         for parameter in self._left_in_place:
             self._free(parameter)
         self._left_in_place = ()
-        super()._overflow_clean_up(*arguments)  # type: ignore[misc]
+        super()._overflow_clean_up(*arguments)
 
     def _release_gathered(self) -> bool:
         """Release what is gathered, in one pass; False where upstream has to do the rest."""
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-        coordinator = self._get_param_coordinator()  # type: ignore[attr-defined]
+        coordinator = self._get_param_coordinator()
         if (
             reason_for_upstreams_step(self) is not None
             or getattr(coordinator, _IN_FLIGHT, True)  # a gather that is under way has to be waited for

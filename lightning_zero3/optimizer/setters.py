@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from lightning_zero3.optimizer.edits import CONTEXT_DEPTH
+from lightning_zero3.optimizer.part import OptimizerPart
 from lightning_zero3.optimizer.switches import Switches
 
 
-class SettersReachWeights:
+class SettersReachWeights(OptimizerPart):
     """Mixin over a Stage-3 optimizer: what is set on a master is set on the weights."""
 
     switches: Switches
@@ -35,12 +36,12 @@ class SettersReachWeights:
             ValueError: ``value`` has another number of elements, or a frozen parameter has no such state.
         """
         if not self.switches.keep_edits:
-            super().set_full_hp_param(value, param, optim_state_key)  # type: ignore[misc]
+            super().set_full_hp_param(value, param, optim_state_key)
             return
         self._set(self._own_part(value, param), param, optim_state_key)
         if optim_state_key is None and _is_gathered(param):
             param.data.copy_(value.reshape(param.ds_shape))
-            self.remember_gathered(param)  # type: ignore[attr-defined]
+            self.remember_gathered(param)
 
     @torch.no_grad()
     def set_local_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
@@ -58,7 +59,7 @@ class SettersReachWeights:
             ValueError: ``value`` has another number of elements, or a frozen parameter has no such state.
         """
         if not self.switches.keep_edits:
-            super().set_local_hp_param(value, param, optim_state_key)  # type: ignore[misc]
+            super().set_local_hp_param(value, param, optim_state_key)
             return
         if value.numel() != param.partition_numel():
             raise ValueError(f"A partition of {param.partition_numel()} elements was to be set to {value.numel()}.")
@@ -68,8 +69,8 @@ class SettersReachWeights:
             param.partition()
         self._set(value.flatten(), param, optim_state_key)
         if gathered and in_use:
-            param.data.copy_(self._fp32_state_allgather(param, param.ds_tensor))  # type: ignore[attr-defined]
-            self.remember_gathered(param)  # type: ignore[attr-defined]
+            param.data.copy_(self._fp32_state_allgather(param, param.ds_tensor))
+            self.remember_gathered(param)
 
     @torch.no_grad()
     def set_fp32_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
@@ -83,14 +84,14 @@ class SettersReachWeights:
             ValueError: ``value`` has another number of elements.
         """
         if not self.switches.keep_edits:
-            super().set_fp32_grad_for_param(value, param)  # type: ignore[misc]
+            super().set_fp32_grad_for_param(value, param)
         elif param.requires_grad:
-            self.set_local_grad_for_param(self._own_part(value, param), param)  # type: ignore[attr-defined]
+            self.set_local_grad_for_param(self._own_part(value, param), param)
 
     def _set(self, own: torch.Tensor, param: Any, optim_state_key: str | None) -> None:
         """Write this rank's part of a master and of the weights, or of a moment."""
-        if self.is_optimized(param):  # type: ignore[attr-defined]
-            with self.master_of(param, optim_state_key) as master:  # type: ignore[attr-defined]
+        if self.is_optimized(param):
+            with self.master_of(param, optim_state_key) as master:
                 master.copy_(own)
         elif optim_state_key is not None:
             raise ValueError(
@@ -107,8 +108,8 @@ class SettersReachWeights:
         """This rank's part of a full value, with zeros where the partition is padding."""
         if value.numel() != param.ds_numel:
             raise ValueError(f"A parameter of {param.ds_numel} elements was to be set to {value.numel()} of them.")
-        size, real = param.partition_numel(), self.real_elements(param)  # type: ignore[attr-defined]
-        start = size * self._get_param_partition_rank(param)  # type: ignore[attr-defined]
+        size, real = param.partition_numel(), self.real_elements(param)
+        start = size * self._get_param_partition_rank(param)
         own = value.flatten()[start : start + real]
         return torch.nn.functional.pad(own, (0, size - real))
 

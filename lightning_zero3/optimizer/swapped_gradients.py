@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_zero3.optimizer.part import OptimizerPart
 from lightning_zero3.optimizer.switches import Switches
 
 
-class SwappedGradients:
+class SwappedGradients(OptimizerPart):
     """Mixin over a Stage-3 optimizer: cuts gradients where the files' blocks begin, before they are swapped out."""
 
     switches: Switches
@@ -41,7 +42,7 @@ class SwappedGradients:
                     "updates weights with whatever lies in the buffer. Leave stock_semantics out, or offload to the "
                     "CPU, for right numbers."
                 )
-        super()._swap_out_offload_fp32_gradients(gradients, offsets)  # type: ignore[misc]
+        super()._swap_out_offload_fp32_gradients(gradients, offsets)
 
 
 def _at_blocks(swapper: Any, gradients: list[torch.Tensor], offsets: list[int]) -> list[tuple[torch.Tensor, int]]:
