@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lightning_zero3.checkpoints import commit, loading, shards
+from lightning_zero3.checkpoints import commit, judging, shards
 from lightning_zero3.checkpoints.manifest import DamagedCheckpointError
 from lightning_zero3.checkpoints.places import MODEL, OPTIMIZER, Place, UnfitCheckpointError, find
 from lightning_zero3.checkpoints.saved_layout import SavedLayout
@@ -110,7 +110,7 @@ def _held(place: Place, contents: Contents, model: Any, trust: bool) -> dict[str
     shapes = {name: output.source.shape for output in contents.outputs for name in output.source.names}
     first = {name: output.source.names[0] for output in contents.outputs for name in output.source.names}
     layers = LayerNames.like(shapes)
-    with loading.as_known(place.shards):
+    with judging.as_known(place.shards):
         layout = SavedLayout(every, place.shards)
         buffers = {name for shard in every.values() for name in shard.model.get("buffer_names") or ()}
         known = {of_layers(name, layers)[0] for name in (*layout.names, *buffers)}
@@ -179,8 +179,8 @@ def _open(place: Place, trust: bool) -> Iterator[tuple[tuple[int, int], Shard]]:
         optimizer = path.with_name(path.name.removesuffix(MODEL) + OPTIMIZER)
         bf16 = optimizer.with_name(f"bf16_{optimizer.name.removeprefix('bf16_')}")
         optimizer = bf16 if bf16.is_file() else optimizer
-        verified = loading.verify(place, [path, optimizer]) and verified
-        with loading.as_known(optimizer):
+        verified = judging.verify(place, [path, optimizer]) and verified
+        with judging.as_known(optimizer):
             shard = shards.open_shard(path, optimizer, trust=trust)
             facts += shards.facts(shard)
         if shard.model["dp_world_size"] * max(1, shard.model["mp_world_size"]) != len(ranks):
@@ -189,4 +189,4 @@ def _open(place: Place, trust: bool) -> Iterator[tuple[tuple[int, int], Shard]]:
                 f"and {len(ranks)} are there."
             )
         yield rank, shard
-    loading.judge(place, [(verified, facts)])
+    judging.judge(place, [(verified, facts)])

@@ -4,6 +4,12 @@ DeepSpeed copies flat buffers by their position, and looks at neither names nor 
 
 Source: ``DeepSpeedEngine._load_checkpoint``, ``_load_zero_checkpoint``,
 ``DeepSpeedZeroOptimizer_Stage3._rigid_load_state_dict`` (0.19.7, 0.19.8).
+
+Upstream symbols, read: ``DeepSpeedEngine._get_ckpt_name``, ``_get_zero_ckpt_name`` and ``_get_zero_param_shapes``,
+which alone know what a rank's files are called and in which order shapes lie in them;
+``DeepSpeedZeroOptimizer_Stage3._zero3_partition_group_metadata``; torch's ``Module._load_from_state_dict`` and
+``_load_state_dict_pre_hooks`` (torch 2.13), by which a module may take other names than its own. A missing name
+raises. Expires when DeepSpeed compares names and shapes.
 """
 
 from __future__ import annotations

@@ -2,24 +2,23 @@
 
 Upstream symbols: ``DeepSpeedEngine.load_checkpoint``, replaced on the strategies' engines, and their
 ``checkpoint_engine.load``, for the length of a call (0.19.7, 0.19.8). Reasons: files are unpickled without a
-restriction; a rank that finds its file damaged leaves the others waiting; flat buffers are copied by position, whatever
-they are; the weights of ``load_module_only`` aren't loaded, and the tag is passed over. Detected by tests. Expires when
-upstream does all that.
+restriction; a rank that finds its file damaged leaves the others waiting; flat buffers are copied by position,
+whatever they are; the weights of ``load_module_only`` aren't loaded, and the tag is passed over. Detected by tests.
+Expires when upstream does all that.
 """
 
 from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_zero3.agreement import together
-from lightning_zero3.checkpoints import fitness, layout_record, manifest, saved_parts, shards, unpickling
+from lightning_zero3.checkpoints import fitness, judging, layout_record, saved_parts, shards, unpickling
 from lightning_zero3.checkpoints.other_layout import OtherLayout
 from lightning_zero3.checkpoints.places import MODEL, Place, UnfitCheckpointError, find
 from lightning_zero3.checkpoints.sharded_weights import (
@@ -156,7 +155,8 @@ def find_together(path: str | Path, tag: Any = None) -> Place:
         tag: Which; None takes ``latest``'s.
 
     Raises:
-        NoCheckpointError: There is none, or ranks see different ones.
+        NoCheckpointError: There is none.
+        UnfitCheckpointError: Ranks see different ones.
     """
     places = together(lambda: find(path, tag))
     if len({place.tag for place in places}) > 1:
@@ -194,14 +194,14 @@ def read_weights(
         verified, facts = True, []
         # Each file is looked at by one rank, whoever reads it afterwards.
         for model_file, optimizer_file in files.to_verify:
-            verified = verify(place, [model_file, optimizer_file]) and verified
-            with as_known(optimizer_file):
+            verified = judging.verify(place, [model_file, optimizer_file]) and verified
+            with judging.as_known(optimizer_file):
                 facts += shards.facts(shards.open_shard(model_file, optimizer_file, trust=trust))
-        with as_known(files.model_file):
+        with judging.as_known(files.model_file):
             weights.append(load_sharded(module, files, strict=strict, trust=trust))
         return verified, facts
 
-    judge(place, together(look))
+    judging.judge(place, together(look))
     (found,) = weights
     found.apply()
     # What goes on living mustn't lie in a file that somebody may write to.
@@ -239,7 +239,7 @@ def _is_of_another_layout(engine: Any, place: Place, trust: bool) -> bool:
         files = fitness.own_files(engine, place)
         if fitness.saved_ranks(place) != fitness.own_ranks(engine) or not all(path.is_file() for path in files):
             return True
-        with as_known(files[0]):
+        with judging.as_known(files[0]):
             try:
                 fitness.require_fit(engine, shards.open_shard(*files, trust=trust))
             except UnfitCheckpointError:
@@ -266,10 +266,10 @@ def _load_other_layout(
         verified, facts = True, []
         rank = engine.global_rank
         for both in every[rank :: layout.world_size]:
-            verified = verify(place, list(both)) and verified
-            with as_known(both[0]):
+            verified = judging.verify(place, list(both)) and verified
+            with judging.as_known(both[0]):
                 facts += shards.facts(shards.open_shard(*both, trust=trust))
-        with as_known(every[0][0]):
+        with judging.as_known(every[0][0]):
             saved = saved_parts.open_all(every, trust=trust)
             # Lightning's entries: this rank's own, where there are as many ranks.
             own = saved.shards[rank if len(every) == layout.world_size else 0]
@@ -277,7 +277,7 @@ def _load_other_layout(
         models.append(unpickling.read(own.model_file, trust=trust))
         return verified, facts
 
-    judge(place, together(look))
+    judging.judge(place, together(look))
     found[0].apply()
     _take_counters(engine, models[0], lr_scheduler)
     taken = found[0].described(layout)
@@ -295,8 +295,8 @@ def _look_at_own(engine: Any, load_dir: Any, tag: Any, trust: bool, strict: bool
         files = list(fitness.own_files(engine, place))
         swapped = fitness.swapped_files(engine, place)
         more = [] if swapped is None else [path for path in swapped.rglob("*") if path.is_file()]
-        verified = verify(place, files, more)
-        with as_known(files[0]):
+        verified = judging.verify(place, files, more)
+        with judging.as_known(files[0]):
             shard = shards.open_shard(files[0], files[1], trust=trust)
             fitness.require_fit(engine, shard)
             left_out.extend(fitness.frozen_left_out(engine.module, shard.model))
@@ -304,7 +304,7 @@ def _look_at_own(engine: Any, load_dir: Any, tag: Any, trust: bool, strict: bool
                 fitness.require_same_names(engine.module, shard, left_out)
             return verified, shards.facts(shard)
 
-    judge(place, together(look))
+    judging.judge(place, together(look))
     if left_out:
         warn_of_frozen_left_out(left_out)
     return place, left_out
@@ -325,45 +325,6 @@ def _look_at_universal(load_dir: Any, tag: Any, layout: Topology, trust: bool) -
 
     together(look)
     return place
-
-
-def verify(place: Place, files: list[Path], more: list[Path] | None = None) -> bool:
-    """By the manifest if there is one for this tag, and whether there was; else by the sums inside the files."""
-    known = manifest.read(place.folder)
-    if known is not None and (known.tag == place.tag or "latest" in known.files):
-        names = [path.relative_to(place.folder).as_posix() for path in (*files, *(more or []))]
-        if place.by_latest and "latest" in known.files:
-            names.append("latest")
-        if known.tag == place.tag or place.by_latest:
-            return manifest.verify(place.folder, names)
-    for path in files:
-        if path.is_file():  # else it is named as missing where it is read
-            unpickling.check_sums(path, own_name=True)
-    return False
-
-
-@contextmanager
-def as_known(path: Path) -> Iterator[None]:
-    """What isn't laid out as DeepSpeed's files are fails somewhere in here, in one way or another."""
-    try:
-        yield
-    except (AttributeError, TypeError, KeyError, IndexError, ValueError) as error:
-        raise manifest.DamagedCheckpointError(
-            f"{path}, or the file beside it, isn't laid out as a file of ZeRO stage 3: {error!r}."
-        ) from error
-
-
-def judge(place: Place, answers: list[tuple[bool, list[Any]]]) -> None:
-    """The same on all ranks: from what all have seen."""
-    facts = [each for _, own in answers for each in own]
-    shards.check_alike(facts, place.shards)
-    if not all(verified for verified, _ in answers):
-        rank_zero_warn(
-            f"{place.shards} has no manifest ({manifest.MANIFEST}), so it is unverified: its files are whole and fit "
-            "together as far as they show it themselves. Checkpoints saved by zero3_fast have one."
-        )
-        if (behind := shards.fewer_optimizer_steps(facts)) is not None:
-            rank_zero_warn(behind)
 
 
 def _refuse_formats_of_their_own(engine: Any, trust: bool) -> None:

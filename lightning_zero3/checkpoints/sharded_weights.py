@@ -124,7 +124,16 @@ class _Source:
         self.shape, self._parts = shape, parts
 
     def require_size(self, name: str, parameter: Any, place: Place) -> None:
-        """Refuse parts that are too short for a whole parameter."""
+        """Refuse parts that are too short for a whole parameter.
+
+        Args:
+            name: The parameter's.
+            parameter: It, partitioned.
+            place: The checkpoint.
+
+        Raises:
+            UnfitCheckpointError: They are.
+        """
         found = sum(part.numel() for part in self._parts)
         alone = len(self._parts) == 1 and found == parameter.partition_numel()
         if not alone and found < parameter.ds_numel:
@@ -187,6 +196,9 @@ class ShardFiles:
 
         Args:
             trust: Whether anything in it may be run.
+
+        Raises:
+            DamagedCheckpointError: It is of a save by another number of ranks than there are files.
         """
         self._trust = trust
         path = self.model_file

@@ -3,6 +3,10 @@
 A pickle may call any function while it is read, so a checkpoint from elsewhere is a program from elsewhere. DeepSpeed
 reads its files without a restriction (``TorchCheckpointEngine.load``, 0.19.7, 0.19.8). What real checkpoints hold
 beside tensors and plain Python values is short, and listed here.
+
+Upstream symbols: ``numpy.core.multiarray._reconstruct`` and ``scalar``, in whose words NumPy's arrays are pickled
+(NumPy 1 and 2, whose modules have other names; both are allowed). Detected by tests. Expires when DeepSpeed loads with
+``weights_only=True``.
 """
 
 from __future__ import annotations

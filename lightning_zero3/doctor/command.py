@@ -22,6 +22,9 @@ def doctor(json: bool = False, timeout: float = 300.0) -> int:
 
     Returns:
         0 if zero3_fast can train here and nothing would stop a run; 1 if not.
+
+    Raises:
+        SetupError: A time-out that isn't above 0.
     """
     if not timeout > 0:
         raise SetupError(f"--timeout {timeout:g}: a number of seconds above 0.")

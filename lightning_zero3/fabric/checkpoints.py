@@ -1,4 +1,10 @@
-"""``fabric.save`` and ``fabric.load``: Fabric's hooks about checkpoints."""
+"""``fabric.save`` and ``fabric.load``: Fabric's hooks about checkpoints.
+
+Upstream symbols: ``lightning.fabric.utilities.load._move_state_into`` (Lightning 2.6.6), as Lightning's own strategies
+put what was loaded into the user's dict; ``DeepSpeedEngine.save_checkpoint``, replaced on one engine for the length of
+a save, because Fabric's hook calls it and has no other place for a writer. A missing name raises. Expires when
+Fabric's strategies can say how an engine saves.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""``Zero3FastFabricStrategy``: Fabric's hooks, in the order in which a user's loop reaches them."""
+"""``Zero3FastFabricStrategy``: Fabric's hooks, in the order in which a user's loop reaches them.
+
+Upstream symbols (Lightning 2.6.6): ``DeepSpeedStrategy.setup_environment`` and ``_setup_distributed``, which refuse
+anything but CUDA; ``_set_world_ranks``, ``_init_deepspeed_distributed``, ``_format_config`` and
+``_config_initialized``, of which these are made; ``_deepspeed_engine`` and
+``_set_deepspeed_activation_checkpointing``, which belong to the set-up that is ours here; ``_backward_sync_control``,
+which allows ``no_backward_sync``; ``convert_module`` of one Fabric's precision plugin. Fabric has no other places for
+them. Detected by tests. Expires when Lightning allows CPUs and an engine of one's own.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""``Zero3Monitor``: logs where a step's time and memory go to whatever logger the Trainer has."""
+"""``Zero3Monitor``: logs where a step's time and memory go to whatever logger the Trainer has.
+
+Upstream symbols, read, as Lightning's own device monitor reads them (Lightning 2.6.6):
+``_logger_connector.should_update_logs`` (whether a step is logged) and ``epoch_loop._batches_that_stepped`` (the
+loggers' step axis). Detected by tests. Expires when the Trainer tells both.
+"""
 
 from __future__ import annotations
 

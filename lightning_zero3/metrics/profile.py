@@ -1,4 +1,8 @@
-"""``Zero3Profile``: torch's profiler for chosen steps, with the optimizer step's phases as named regions."""
+"""``Zero3Profile``: torch's profiler for chosen steps, with the optimizer step's phases as named regions.
+
+Upstream symbols: ``torch.cuda.memory._record_memory_history`` and ``_dump_snapshot`` (torch 2.8 to 2.13), the only way
+to a memory snapshot. Without CUDA they aren't called. Expires when torch has public names for them.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +77,16 @@ class Zero3Profile(Callback):
         return self._folder
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:  # noqa: ARG002
-        """See whether this can be profiled, and agree on a folder."""
+        """See whether this can be profiled, and agree on a folder.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: Its module.
+            stage: Lightning's name of what begins.
+
+        Raises:
+            SetupError: The strategy isn't ZeRO Stage 3, or the Trainer has torch's profiler already.
+        """
         if stage != "fit":
             return
         strategy = trainer.strategy

@@ -4,6 +4,10 @@ What decides how experts and layers are shared out stays: the number of chosen e
 query to key heads, gates, scaling factors, ties. Widths, layers, experts and the vocabulary shrink to what the parallel
 sizes leave room for. Whether the copy is one is seen by its modules: each layer is built of the classes of the layer
 that it stands for, or :class:`UnscalableModelError`.
+
+Upstream symbol: ``config._attn_implementation`` (Transformers 5.24), set to ``eager``: that is where a model's
+constructor reads it, and only Transformers' loaders take it as an argument. Detected by tests. Expires when
+constructors take it.
 """
 
 from __future__ import annotations

@@ -4,6 +4,10 @@ Stock calls the optimizer once per sub-group, with that sub-group's master in it
 empty. Optimizers that walk all their groups (torch's) then make sub-groups × groups visits, and AutoEP makes one group
 per expert tensor. An optimizer that treats each tensor for itself gives the same values for all of them in one call, as
 long as they share their hyper-parameters.
+
+Upstream symbols, read: ``_optimizer_step_pre_hooks`` and ``_optimizer_step_post_hooks`` of torch's optimizers (torch
+2.8 to 2.13), since a hook would see one call in place of many. A missing name raises. Expires when torch tells of
+hooks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""Live bytes of tensor storage by kind, on the meta device: memory that isn't there, counted as if it were."""
+"""Live bytes of tensor storage by kind, on the meta device: memory that isn't there, counted as if it were.
+
+Upstream symbols (torch 2.13): ``torch.utils._python_dispatch.TorchDispatchMode``, which sees every operation;
+``UntypedStorage._cdata``, by which two tensors are known to share memory where there is no address;
+``aten._local_scalar_dense``, a number read off a tensor; ``torch._C._current_graph_task_id``, whether a backward runs.
+Detected by the tests that compare plans with live tensors. Expires when torch counts meta memory.
+"""
 
 from __future__ import annotations
 

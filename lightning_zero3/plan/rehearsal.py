@@ -8,7 +8,7 @@ behind, what a view of a gathered weight keeps alive.
 Upstream symbols, wrapped for the length of a rehearsal to tell whose memory is whose:
 ``PartitionedParameterCoordinator.fetch_sub_module``; ``reduce_ready_partitions_and_remove_grads`` and
 ``independent_gradient_partition_epilogue`` of ``DeepSpeedZeroOptimizer_Stage3``; ``_device_dtype_check_for_fused`` of
-torch's Adam (0.19.7, 0.19.8; torch 2.13). A missing name raises.
+torch's Adam (0.19.7, 0.19.8; torch 2.13). A missing name raises. Expires when torch says what an allocation is for.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ Upstream symbols, substituted for the length of a rehearsal (DeepSpeed 0.19.8): 
 ``get_accelerator`` of ``zero.linear`` (there is no autocast for the meta device); ``assert_ints_same_as_other_ranks``;
 ``torch.nn.functional.scaled_dot_product_attention`` and ``torch._grouped_mm``; ``data_ptr`` of meta tensors, all 0;
 ``torch_chunk_gated_delta_rule`` of the models with linear attention and ``forward`` and ``build_block_mask`` of
-``MiniMaxM3VLIndexer`` (Transformers 5.24). A missing name raises.
+``MiniMaxM3VLIndexer`` (Transformers 5.24). A missing name raises. Expires, one by one, when they have meta forms.
 """
 
 # ruff: noqa: ARG001 (signatures are upstream's)

@@ -1,4 +1,10 @@
-"""When a step is taken and whether it counts: the Lightning hooks of ``Zero3FastStrategy`` that are about that."""
+"""When a step is taken and whether it counts: the Lightning hooks of ``Zero3FastStrategy`` that are about that.
+
+Upstream symbols (Lightning 2.6.6): ``fit_loop._should_accumulate`` (read), ``handles_gradient_accumulation`` and
+``block_backward_sync``, because stock's engine counts micro-batches beside Lightning's loop, and divides a loss that
+was divided; ``on_train_start`` of one fit's ``GradientAccumulationScheduler``. Detected by tests against a plain
+Trainer. Expires when Lightning's DeepSpeed strategy follows its own loop.
+"""
 
 from __future__ import annotations
 

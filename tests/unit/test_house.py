@@ -12,7 +12,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "lightning_zero3"
 LINES_AT_MOST = 400
 # Rows of the layout, and the folder that names without a folder stand in.
-SECTIONS = {"The way through the house": PACKAGE, "Recipes": ROOT / "recipes" / "shared", "Around the package": ROOT}
+LAYOUT = {"The way through the house": PACKAGE, "Recipes": ROOT / "recipes" / "shared", "Around the package": ROOT}
+SECTIONS = {**LAYOUT, "Upstream internals": PACKAGE}
 
 
 def sources() -> list[Path]:
@@ -40,7 +41,7 @@ def named_in(section: str) -> Iterator[tuple[str, Path]]:
     assert text, section
     for row in re.findall(r"(?m)^\| .*\|$", text[1]):
         here = SECTIONS[section]
-        for written in re.findall(r"`([\w./]+\.py)`", row.split(" | ", 1)[1]):
+        for written in re.findall(r"`([\w./]+\.py)`", row.split(" | ")[1]):
             found = (here / written).resolve()
             if not found.exists():
                 found = (SECTIONS[section] / written).resolve()
@@ -59,14 +60,14 @@ def test_a_file_opens_with_what_it_is_for_and_has_400_lines_or_a_reason(path: Pa
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-def test_the_layout_in_the_docs_names_only_what_there_is(section: str) -> None:
+def test_the_docs_name_only_files_that_there_are(section: str) -> None:
     named = list(named_in(section))
     assert named
     assert [written for written, path in named if not path.exists()] == []
 
 
 def test_each_module_has_its_place_in_the_layout() -> None:
-    named = {path for section in SECTIONS for _, path in named_in(section)}
+    named = {path for section in LAYOUT for _, path in named_in(section)}
     private = ("__init__.py", "__main__.py")
     there = {
         path
@@ -91,3 +92,10 @@ def test_each_picture_and_each_file_of_data_is_shown() -> None:
     pages = "".join(page.read_text() for page in (*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"))
     kept = [path for folder in ("images", "data") for path in (ROOT / "docs" / folder).iterdir()]
     assert [path.name for path in kept if path.name not in pages] == []
+
+
+def test_what_replaces_a_name_of_upstreams_says_why_and_until_when() -> None:
+    replacing = [path for path in PACKAGE.rglob("*.py") if "import substituted" in path.read_text()]
+    assert replacing
+    assert [path.name for path in replacing if not re.search(r"Upstream symbols?", path.read_text())] == []
+    assert [path.name for path in replacing if "xpires" not in path.read_text()] == []
