@@ -119,7 +119,7 @@ def build(
         config["expert_parallel"] = {"enabled": True, "autoep_size": ranks, "preset_model": "deepseek_v3"}
     stock_class = stage3.DeepSpeedZeroOptimizer_Stage3
     bind = FastStage3Optimizer.with_switches if chosen is not None else lambda _: stock_class
-    with substituted(FastStage3Optimizer, "with_switches", bind), _one_group_per_expert_tensor():
+    with substituted(FastStage3Optimizer, "with_switches", bind), one_group_per_expert_tensor():
         engine, _ = build_training_engine(
             model,
             config=config,
@@ -133,7 +133,7 @@ def build(
 
 
 @contextlib.contextmanager
-def _one_group_per_expert_tensor() -> Iterator[None]:
+def one_group_per_expert_tensor() -> Iterator[None]:
     """At full width an expert tensor fills a parameter group; at tiny widths the limit has to be tiny too."""
     from deepspeed.moe import utils
 

@@ -1,13 +1,14 @@
 """Optimizer steps for tests: engines with every kind of optimizer, trained with stock's step or ours."""
 
-import contextlib
 from typing import Any
 
 import torch
 
 from lightning_zero3.config import Zero3Options
+from lightning_zero3.moe.expert_parallel import find_target
 from tests.engines import Trainable, build, micro_step, norm_of
-from tests.fits import assert_equal_bits, tensors_of
+from tests.fits import Sentences, assert_equal_bits, tensors_of
+from tests.models import build_glm, tiny_glm
 
 SWITCHES = ("coalesce_grad_norms", "batch_optimizer_step", "coalesce_persistent_gather", "skip_redundant_release")
 STEPS = 4
@@ -102,14 +103,26 @@ def merged(engine: Any) -> int:
     return engine.optimizer.optimizer_calls
 
 
-@contextlib.contextmanager
-def tiny_expert_groups() -> Any:
-    from deepspeed.moe import utils
-
-    split = utils.split_params_into_different_moe_groups_for_optimizer
-    before = split.__defaults__
-    split.__defaults__ = (1,)
-    try:
-        yield
-    finally:
-        split.__defaults__ = before
+def expert_trained(stock: bool, size: int, steps: int, **config: Any) -> tuple[Any, list[float], list[Any]]:
+    """An engine over a tiny GLM with AutoEP's layers, after its steps; losses and norms on the way."""
+    of_model = tiny_glm(n_routed_experts=4)
+    model = build_glm(of_model, seed=3)
+    engine = build(
+        model,
+        stock=stock,
+        target=find_target(model),
+        sub_group_size=1500,
+        gradient_clipping=0.5,
+        expert_parallel={"enabled": True, "autoep_size": size, "preset_model": "deepseek_v3"},
+        **config,
+    )
+    data, rank = Sentences(of_model.vocab_size), torch.distributed.get_rank()
+    losses, norms = [], []
+    for step in range(steps):
+        ids = data.ids[4 * step + 2 * rank : 4 * step + 2 * rank + 2]
+        loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        norms.append(norm_of(engine))
+    return engine, losses, norms

@@ -1,4 +1,4 @@
-"""Whether a checkpoint's files are what was saved: by its manifest, by what torch writes into a file, and all together."""
+"""Whether a checkpoint's files are what was saved: by its manifest or their own sums, and one verdict for all ranks."""
 
 from __future__ import annotations
 

@@ -9,22 +9,21 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.step_arms import one_group_per_expert_tensor
 from lightning_zero3.config import Zero3Options
-from lightning_zero3.moe.expert_parallel import find_target
-from tests.engines import PRECISIONS, Trainable, batch_of, build, norm_of
-from tests.fits import Sentences, assert_equal_bits, tensors_of
-from tests.models import build_glm, tiny_glm
+from tests.engines import PRECISIONS, Trainable, batch_of, build
+from tests.fits import assert_equal_bits, tensors_of
 from tests.steps import (
     STEPS,
     SWITCHES,
     equal,
+    expert_trained,
     merged,
     only,
     optimizers,
     pair,
     state_of,
     steps_of,
-    tiny_expert_groups,
     trained,
 )
 
@@ -191,32 +190,13 @@ def test_a_loss_scale(ranks, world_size):
 
 
 def expert_parallel(torch_adam: bool, size: int) -> tuple[int, int]:
-    config_of = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": torch_adam}}
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": torch_adam}}
     runs = []
     for stock in (True, False):
-        config = tiny_glm(n_routed_experts=4)
-        model = build_glm(config, seed=3)
-        with tiny_expert_groups():
-            engine = build(
-                model,
-                stock=stock,
-                target=find_target(model),
-                sub_group_size=1500,
-                gradient_clipping=0.5,
-                optimizer=config_of,
-                expert_parallel={"enabled": True, "autoep_size": size, "preset_model": "deepseek_v3"},
-                bf16={"enabled": True},
-            )
-        data, rank = Sentences(config.vocab_size), torch.distributed.get_rank()
-        seen = []
-        for step in range(STEPS):
-            ids = data.ids[4 * step + 2 * rank : 4 * step + 2 * rank + 2]
-            engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
-            engine.step()
-            seen.append(norm_of(engine))
-        runs.append((engine, seen))
-    (stock_engine, stock_seen), (ours, seen) = runs
-    assert seen == stock_seen
+        with one_group_per_expert_tensor():
+            runs.append(expert_trained(stock, size, STEPS, optimizer=optimizer, bf16={"enabled": True}))
+    (stock_engine, _, stock_norms), (ours, _, norms) = runs
+    assert norms == stock_norms
     assert_equal_bits(state_of(ours), state_of(stock_engine))
     return merged(ours), len(ours.optimizer.optimizer.param_groups)
 

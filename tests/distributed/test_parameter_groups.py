@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.step_arms import _one_group_per_expert_tensor
+from benchmarks.step_arms import one_group_per_expert_tensor
 from lightning_zero3 import Zero3FastStrategy
 from tests.fits import Language, Sentences, fit, optimizer_of
 from tests.models import build_glm, tiny_glm
@@ -107,7 +107,7 @@ def sub_groups(named_in_config: bool, in_partitions: bool, zero: dict[str, Any])
         config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
     module = OneGroup(in_partitions=in_partitions)
     # At full width, an expert tensor is as large as DeepSpeed lets a group become.
-    with _one_group_per_expert_tensor():
+    with one_group_per_expert_tensor():
         trainer = fit(module, Sentences(64), Zero3FastStrategy(config, expert_parallel_size=2), steps=1)
     return len(optimizer_of(trainer).fp16_groups), sum(1 for _ in module.parameters())
 

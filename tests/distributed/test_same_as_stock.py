@@ -3,14 +3,12 @@
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_zero3 import Zero3FastStrategy, Zero3Options
-from lightning_zero3.moe.expert_parallel import find_target
 from tests.distributed.stock import StockOnCPU
 from tests.engines import PRECISIONS, build, micro_step, norm_of
-from tests.fits import Pairs, Regression, Sentences, assert_equal_bits, fit, optimizer_of, tensors_of
-from tests.models import build_glm, tiny_glm
+from tests.fits import Pairs, Regression, assert_equal_bits, fit, optimizer_of, tensors_of
+from tests.steps import expert_trained
 
 STEPS = 5
 # A bound that no gradient of these models reaches, and one that all exceed.
@@ -58,34 +56,13 @@ def test_every_switch_gives_stocks_bits(ranks, world_size, precision):
 
 
 def expert_parallel(precision: str, size: int) -> list[float]:
-    runs = []
-    for stock in (True, False):
-        config = tiny_glm(n_routed_experts=4)
-        model = build_glm(config, seed=3)
-        engine = build(
-            model,
-            stock=stock,
-            target=find_target(model),
-            sub_group_size=1500,
-            gradient_clipping=0.5,
-            expert_parallel={"enabled": True, "autoep_size": size, "preset_model": "deepseek_v3"},
-            **PRECISIONS[precision],
-        )
-        losses, norms = [], []
-        data, rank = Sentences(config.vocab_size), torch.distributed.get_rank()
-        for step in range(STEPS):
-            ids = data.ids[4 * step + 2 * rank : 4 * step + 2 * rank + 2]
-            loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-            norms.append(norm_of(engine))
-        runs.append((losses, norms, tensors_of(engine.optimizer), len(engine.optimizer.fp16_groups)))
-    (losses, norms, tensors, sub_groups), ours = runs
-    assert sub_groups > 3
-    assert ours[:2] == (losses, norms)
-    assert_equal_bits(ours[2], tensors)
-    return losses
+    (stock, *stock_seen), (ours, *seen) = (
+        expert_trained(is_stock, size, STEPS, **PRECISIONS[precision]) for is_stock in (True, False)
+    )
+    assert len(stock.optimizer.fp16_groups) > 3
+    assert seen == stock_seen
+    assert_equal_bits(tensors_of(ours.optimizer), tensors_of(stock.optimizer))
+    return seen[0]
 
 
 @pytest.mark.parametrize(("world_size", "size"), [(1, 1), (2, 1), (2, 2)])
