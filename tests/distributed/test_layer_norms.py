@@ -14,7 +14,6 @@ from tests.fits import QUIET, Language, Pairs, Regression, Sentences, fit, optim
 from tests.models import build_glm, tiny_glm
 
 OPTIONS = {**QUIET, "use_distributed_sampler": False}
-HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 
 
 class Watched(Regression):

@@ -35,7 +35,6 @@ class Watch(pl.Callback):
         self.save, self.save_again, self.load = save, save_again, load
         self.at_start: dict[str, list[torch.Tensor]] = {}
         self.at_save: dict[str, list[torch.Tensor]] = {}
-        self.micro_batches = 0
         self.losses: list[float] = []
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
