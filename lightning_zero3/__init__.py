@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 from lightning_zero3.__about__ import __version__
 from lightning_zero3.config import ConfigConflictError, Zero3Options
 
-# The doctor has to run, and to say what is wrong, where torch or Lightning can't be imported.
-_FOR_THE_DOCTOR = os.path.basename(sys.argv[0]) == "lightning-zero3" and sys.argv[1:2] == ["doctor"]
+# The doctor has to run, and to say what is wrong, where torch or Lightning can't be imported. A recipe is a process of
+# its own, which imports them once.
+_WITHOUT_STRATEGIES = os.path.basename(sys.argv[0]) == "lightning-zero3" and sys.argv[1:2] in (["doctor"], ["recipe"])
 
-if TYPE_CHECKING or not _FOR_THE_DOCTOR:
+if TYPE_CHECKING or not _WITHOUT_STRATEGIES:
     from lightning.fabric.strategies import STRATEGY_REGISTRY
     from lightning.pytorch.strategies import StrategyRegistry
 
