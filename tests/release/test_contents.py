@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 import zipfile
 from email.parser import HeaderParser
 
@@ -66,6 +67,14 @@ def test_a_wheel_from_the_sdist_is_the_wheel(distributions, tmp_path):
     (again,) = build(source, tmp_path / "wheel", "--target", "wheel")
     with zipfile.ZipFile(again) as archive:
         assert {name: archive.read(name) for name in archive.namelist()} == distributions.in_the_wheel()
+
+
+def test_an_editable_install_takes_the_recipes_of_the_clone(tmp_path):
+    command = [sys.executable, "-c", f"from hatchling.build import build_editable; build_editable({str(tmp_path)!r})"]
+    subprocess.run(command, cwd=ROOT, check=True)
+    with zipfile.ZipFile(next(tmp_path.iterdir())) as archive:
+        content = {name: archive.read(name) for name in archive.namelist() if ".dist-info/" not in name}
+    assert content == {"_lightning_zero3.pth": str(ROOT).encode()}
 
 
 def test_metadata(distributions):
