@@ -1,8 +1,8 @@
 """A fast ZeRO Stage 3 strategy with expert parallelism for PyTorch Lightning.
 
-Importing this package registers ``"zero3_fast"``, ``"zero3_fast_offload"`` and ``"zero3_stock"`` for Trainer and Fabric,
-also those of ``pytorch_lightning`` and ``lightning_fabric``. It imports no DeepSpeed and changes nothing in DeepSpeed, Lightning or
-Transformers.
+Importing this package registers ``"zero3_fast"``, ``"zero3_fast_offload"`` and ``"zero3_stock"`` for Trainer and
+Fabric, also those of ``pytorch_lightning`` and ``lightning_fabric``. It imports no DeepSpeed and changes nothing in
+DeepSpeed, Lightning or Transformers.
 """
 
 from __future__ import annotations
