@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 ROOT = Path(__file__).parents[1]
 SNAPSHOT = ROOT / "tests" / "unit" / "public_surface.txt"
@@ -97,7 +97,11 @@ def text() -> str:
         for line in _signature(getattr(importlib.import_module(module), function)):
             name, space, rest = line.removesuffix(" (by name)").partition(" ")
             lines.append(f"{'' if name in places else '--'}{shorter.get(name, name)}{space}{rest}")
-    lines += ["", "# options of recipes", *(f"--{each.name}: {_kind(each.type)}" for each in fields(Settings))]
+    lines += [
+        "",
+        "# options of recipes",
+        *(f"--{name}: {_kind(hint)}" for name, hint in get_type_hints(Settings).items()),
+    ]
     lines += ["", "# metrics", *sorted(f"{entry.name} [{entry.unit}]" for entry in METRICS)]
     return "\n".join(lines) + "\n"
 
