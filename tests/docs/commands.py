@@ -52,6 +52,8 @@ def check(command: list[str], page: str) -> None:
         _check_tests(arguments[2:])
     elif program == "pytest":
         _check_tests(arguments)
+    elif program == "python" and arguments[0] == "-c":
+        ast.parse(arguments[1])
     elif program == "python":
         _check_script(arguments[0], arguments[1:], page)
     elif program in ("recipes/launch/torchrun.sh", "sbatch"):

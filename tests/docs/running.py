@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from tests.docs.blocks import ROOT, Block
@@ -32,8 +34,15 @@ def like_the_repository(folder: Path) -> Path:
     return folder
 
 
+def write_files(blocks: Iterable[Block], folder: Path) -> None:
+    """Write the blocks that begin with a file's name to that file."""
+    for block in blocks:
+        if block.language == "python" and (name := re.match(r"# (\w+\.py)\n", block.source)):
+            (folder / name[1]).write_text(block.source)
+
+
 def run_python(blocks: list[Block], folder: str) -> None:
-    """Run a page's Python on this rank, as a reader's process would, and write the files that it names.
+    """Run a page's Python on this rank, as a reader's process would.
 
     Args:
         blocks: In the page's order.
@@ -46,8 +55,6 @@ def run_python(blocks: list[Block], folder: str) -> None:
     try:
         os.chdir(folder)
         for block in blocks:
-            if name := re.match(r"# (\w+\.py)\n", block.source):
-                Path(name[1]).write_text(block.source)
             # Lines are counted as the page's own, for tracebacks.
             exec(compile("\n" * block.line + block.source, str(ROOT / block.page), "exec"), namespace)
     finally:
@@ -65,13 +72,12 @@ def run_commands(block: Block, folder: Path) -> None:
     """
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = f"{ROOT}:{environment.get('PYTHONPATH', '')}"
-    ended = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", block.source],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=COMMANDS_TIMEOUT_SECONDS,
-        check=False,
-    )
-    assert ended.returncode == 0, f"{block.place}: {ended.returncode}\n{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}"
+    command = ["bash", "-euo", "pipefail", "-c", block.source]
+    options = {"cwd": folder, "env": environment, "text": True, "start_new_session": True}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options) as process:
+        try:
+            printed, _ = process.communicate(timeout=COMMANDS_TIMEOUT_SECONDS)
+        except BaseException:  # a time-out of pytest's, too
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    assert process.returncode == 0, f"{block.place}: {process.returncode}\n{printed[-4000:]}"

@@ -58,8 +58,9 @@ def test_python_runs(page, ranks, tmp_path):
 
 @pytest.mark.parametrize("page", [page for page in pages() if to_run(page, "bash", slow=False)])
 def test_commands_run(page, tmp_path):
+    running.write_files(blocks_of(page), running.like_the_repository(tmp_path))
     for block in to_run(page, "bash", slow=False):
-        running.run_commands(block, running.like_the_repository(tmp_path))
+        running.run_commands(block, tmp_path)
 
 
 @pytest.mark.slow
@@ -67,7 +68,7 @@ def test_commands_run(page, tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a Trainer would take the GPU, and ranks of the tests are gloo's")
 @pytest.mark.parametrize("page", [page for page in pages() if is_slow(page)])
 def test_all_of_a_page_runs(page, ranks, tmp_path):
-    running.like_the_repository(tmp_path)
+    running.write_files(blocks_of(page), running.like_the_repository(tmp_path))
     if python := to_run(page, "python", slow=True):
         ranks(1).run(running.run_python, python, str(tmp_path))
     for block in to_run(page, "bash", slow=True):
