@@ -48,13 +48,13 @@ def toctrees(text: str, folder: str) -> str:
     made, listed = [], set()
     for section in re.split(r"(?m)^## ", text):
         heading, _, rest = section.partition("\n")
-        caption = heading if not section.startswith("# ") else ""
+        caption = "" if section.startswith("# ") else f":caption: {heading}\n"
         pages = [os.path.normpath(os.path.join(folder, found)) for found in LINK.findall(rest)]
         pages = [page for page in dict.fromkeys(pages) if page not in listed]
         listed.update(pages)
         if pages:
             entries = "\n".join(f"/{page}" for page in pages)
-            made.append(f"```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{entries}\n```\n")
+            made.append(f"```{{toctree}}\n:hidden:\n{caption}\n{entries}\n```\n")
     return "\n".join(made)
 
 

@@ -27,7 +27,10 @@ def check():
     waiting = threading.Thread(target=baton.wait, daemon=True)
     waiting.start()
     waiting.join(SECONDS)
-    return waiting.is_alive(), f"the process that held the lock is dead; another one still waits after {SECONDS} seconds"
+    return (
+        waiting.is_alive(),
+        f"the process that held the lock is dead; another one still waits after {SECONDS} seconds",
+    )
 
 
 if __name__ == "__main__":

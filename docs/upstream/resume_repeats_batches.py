@@ -41,7 +41,9 @@ def check():
         trainer.fit(module, DataLoader(torch.arange(4.0).reshape(4, 1)), ckpt_path=checkpoint)
         seen.append(module.seen)
     whole, resumed = seen
-    return resumed != whole[2:], f"an epoch has the batches {whole}; resumed after the second one it goes on with {resumed}"
+    return resumed != whole[
+        2:
+    ], f"an epoch has the batches {whole}; resumed after the second one it goes on with {resumed}"
 
 
 if __name__ == "__main__":

@@ -100,12 +100,20 @@ def _check_script(script: str, options: list[str], page: str) -> None:
             RECIPES[path.stem].RECIPE.parse(options)
         return
     written = [block.source for block in blocks_of(page) if block.source.startswith(f"# {script}\n")]
-    source = written[0] if written else (ROOT / path).read_text()
+    source = written[0] if written else _source(ROOT / path)
     for option in options:
         if option.startswith("--"):
             name = option.partition("=")[0]
             known = (f'"{name}"', f'"{name[2:].replace("-", "_")}"')
             assert any(each in source for each in known), f"{script} has no option {name}"
+
+
+def _source(script: Path) -> str:
+    """A script's, and that of the modules beside it that it imports: some have their options there."""
+    own = script.read_text()
+    imported = re.findall(r"(?m)^(?:from|import) (\w+)", own)
+    beside = [script.with_name(f"{name}.py") for name in imported]
+    return own + "".join(path.read_text() for path in beside if path.is_file())
 
 
 def _check_tests(arguments: list[str]) -> None:

@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from tests.docs import running
-from tests.docs.blocks import LANGUAGES, ROOT, Block, blocks_of, pages
+from tests.docs.blocks import LANGUAGES, ROOT, RUN, Block, blocks_of, pages
 from tests.docs.commands import check, commands
 
 WITH_BLOCKS = [page for page in pages() if blocks_of(page)]
@@ -56,13 +56,6 @@ def test_python_runs(page, ranks, tmp_path):
     ranks(1).run(running.run_python, to_run(page, "python", slow=False), str(tmp_path))
 
 
-@pytest.mark.parametrize("page", [page for page in pages() if to_run(page, "bash", slow=False)])
-def test_commands_run(page, tmp_path):
-    running.write_files(blocks_of(page), running.like_the_repository(tmp_path))
-    for block in to_run(page, "bash", slow=False):
-        running.run_commands(block, tmp_path)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a Trainer would take the GPU, and ranks of the tests are gloo's")
@@ -75,10 +68,12 @@ def test_all_of_a_page_runs(page, ranks, tmp_path):
         running.run_commands(block, tmp_path)
 
 
-def test_blocks_that_are_not_run_say_why_and_only_they():
+def test_commands_say_how_they_are_tested_and_nothing_else_than_code_does():
     for page in WITH_BLOCKS:
         for block in blocks_of(page):
-            assert block.language in ("python", "bash") or (block.reason is None and not block.slow), block.place
+            said = block.slow or block.reason is not None
+            assert said or block.language != "bash", f"{block.place}: slow, or not run and why"
+            assert not said or block.language in RUN, block.place
 
 
 @pytest.mark.parametrize(
