@@ -17,17 +17,17 @@ _BEGINNING = """\
 
 <!-- Made by `python docs/generate.py` from the commands' signatures and docstrings. -->
 
-`lightning-zero3 COMMAND --help` prints the same. A flag may stand without `true`, `--an-option` and `--an_option` are the same, and
-`--config FILE.yaml` reads options from a file. The exit status is 2 for input that can't be used.
+`lightning-zero3 COMMAND --help` prints the same. A flag may stand without `true`, `--an-option` and `--an_option` are
+the same, and `--config FILE.yaml` reads options from a file. The exit status is 2 for input that can't be used.
 
 """
 
 _RECIPES = """\
 ## Recipes
 
-`python recipes/NAME.py`, each with its own defaults; `--help` prints those of the size that is asked for, `--print_config` as YAML,
-and `--config FILE.yaml` reads them. All [options of the strategy](options.md) are options here, too. What the recipes are:
-[recipes](recipes.md).
+`python recipes/NAME.py`, each with its own defaults; `--help` prints those of the size that is asked for,
+`--print_config` as YAML, and `--config FILE.yaml` reads them. All [options of the strategy](options.md) are options
+here, too. What the recipes are: [recipes](recipes.md).
 
 """
 

@@ -19,12 +19,12 @@ _BEGINNING = """\
 
 <!-- Made by `python docs/generate.py` from lightning_zero3.Zero3Options and Lightning's DeepSpeedStrategy. -->
 
-Arguments of `Zero3FastStrategy` and `Zero3FastFabricStrategy`, all by keyword but `config`, and of the recipes' command lines. Where an
-argument and `config` say different things, or the config and the Trainer, you get an error that names both; stock Lightning lets
-`config` win silently. A misspelt argument is an error that names the nearest one.
+Arguments of `Zero3FastStrategy` and `Zero3FastFabricStrategy`, all by keyword but `config`, and of the recipes' command
+lines. Where an argument and `config` say different things, or the config and the Trainer, you get an error that names
+both; stock Lightning lets `config` win silently. A misspelt argument is an error that names the nearest one.
 
-`"zero3_fast"` is the strategy with the defaults, `"zero3_fast_offload"` has `offload_optimizer=True`. LightningCLI takes the strategy by name, or
-by class with these options in YAML.
+`"zero3_fast"` is the strategy with the defaults, `"zero3_fast_offload"` has `offload_optimizer=True`. LightningCLI
+takes the strategy by name, or by class with these options in YAML.
 
 ## Of this package
 
@@ -33,9 +33,10 @@ by class with these options in YAML.
 _OF_LIGHTNING = """
 ## Of Lightning's DeepSpeedStrategy
 
-Passed on as they are, except `stage` and `zero_optimization`, which are fixed. Types, defaults and descriptions (their first sentence) are those of
-Lightning 2.6.6
-([all of them](https://lightning.ai/docs/pytorch/stable/api/lightning.pytorch.strategies.DeepSpeedStrategy.html)). A `–` is what it doesn't describe.
+Passed on as they are, except `stage` and `zero_optimization`, which are fixed. Types, defaults and descriptions (their
+first sentence) are those of Lightning 2.6.6 ([all of them][lightning]). A `–` is what it doesn't describe.
+
+[lightning]: https://lightning.ai/docs/pytorch/stable/api/lightning.pytorch.strategies.DeepSpeedStrategy.html
 
 """
 # Fixed here, or described above.

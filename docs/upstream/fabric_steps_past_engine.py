@@ -1,4 +1,4 @@
-"""Lightning Fabric: with DeepSpeed, ``optimizer.step()`` runs past the engine, whose counts and schedule stand still."""
+"""Lightning Fabric: with DeepSpeed, ``optimizer.step()`` runs past the engine, whose counts stand still."""
 
 from reproduce import run
 

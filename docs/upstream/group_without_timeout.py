@@ -18,7 +18,8 @@ def check():
     made = groups._get_expert_parallel_group("ep_size_1")
     given, own = seconds(dist.group.WORLD), seconds(made)
     return own != given, (
-        f"init_distributed(timeout={TIMEOUT_SECONDS} s): the group of all ranks waits {given:.0f} s, a group of experts {own:.0f} s"
+        f"init_distributed(timeout={TIMEOUT_SECONDS} s): the group of all ranks waits {given:.0f} s, "
+        f"a group of experts {own:.0f} s"
     )
 
 

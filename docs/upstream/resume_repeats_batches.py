@@ -1,4 +1,4 @@
-"""Lightning: after a resume within an epoch, a plain DataLoader begins anew, so some batches come twice and others never."""
+"""Lightning: after a resume within an epoch, a plain DataLoader begins anew: some batches come twice, others never."""
 
 from reproduce import run
 

@@ -1,4 +1,4 @@
-"""Lightning: a checkpoint saved after a batch, resumed from: the validation that was due after that batch is left out."""
+"""Lightning: a resume from a checkpoint saved after a batch leaves out the validation due after that batch."""
 
 from reproduce import run
 

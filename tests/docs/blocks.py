@@ -2,16 +2,17 @@
 
 A block's language says what happens to it:
 
-- ``python``: a page's blocks run in order, in one namespace and a folder of their own. One whose first line is ``# name.py`` is
-  also written to that file.
+- ``python``: a page's blocks run in order, in one namespace and a folder of their own. One whose first line is
+  ``# name.py`` is also written to that file.
 - ``bash``: the lines run in that folder, which then looks like the repository; with ``make test-slow`` only.
 - ``console``: commands after ``$``, and what they printed when it was measured. Commands are checked, output isn't.
 - ``text``: output, or a picture. Nothing to run.
 - ``yaml``, ``json``: are read. ``diff``: is tested in ``tests/test_upstream_scripts.py``.
 
 A comment before a block, which readers don't see, says more. Commands need one of these, Python may have one:
-``<!-- block: slow -->`` (runs with ``make test-slow`` only), ``<!-- block: not run, REASON -->``. Either is checked in the
-default suite all the same. ``<!-- invisible-code-block: python`` holds Python that a page needs and that readers don't.
+``<!-- block: slow -->`` (runs with ``make test-slow`` only), ``<!-- block: not run, REASON -->``. Either is checked in
+the default suite all the same. ``<!-- invisible-code-block: python`` holds Python that a page needs and that readers
+don't.
 """
 
 from __future__ import annotations
