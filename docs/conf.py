@@ -41,21 +41,25 @@ html_copy_source = False
 
 # Pages whose links are the site's navigation.
 NAVIGATION = ("docs/index", "docs/upstream/README")
-LINK = re.compile(r"\]\((?P<page>[\w./-]+)\.(?:md|rst)\)")
+LINK = re.compile(r"\[(?P<title>[^\]]+)\]\((?P<page>[\w./-]+)\.(?:md|rst)\)")
 
 
 def toctrees(text: str, folder: str) -> str:
-    """A hidden table of contents for each section of a page: the pages that it links to, under its heading."""
-    made, listed = [], set()
+    """A hidden table of contents for each section of a page: the pages that it links to, by the words that it says."""
+    made: list[str] = []
+    listed: set[str] = set()
     for section in re.split(r"(?m)^## ", text):
         heading, _, rest = section.partition("\n")
         caption = "" if section.startswith("# ") else f":caption: {heading}\n"
-        pages = [os.path.normpath(os.path.join(folder, found)) for found in LINK.findall(rest)]
-        pages = [page for page in dict.fromkeys(pages) if page not in listed]
-        listed.update(pages)
-        if pages:
-            entries = "\n".join(f"/{page}" for page in pages)
-            made.append(f"```{{toctree}}\n:hidden:\n{caption}\n{entries}\n```\n")
+        entries = []
+        for title, link in LINK.findall(rest):
+            page = os.path.normpath(os.path.join(folder, link))
+            if page not in listed:
+                listed.add(page)
+                # A title with markup is taken from the page itself.
+                entries.append(f"/{page}" if "`" in title else f"{title} </{page}>")
+        if entries:
+            made.append("\n".join(["```{toctree}", f":hidden:\n{caption}", *entries, "```\n"]))
     return "\n".join(made)
 
 

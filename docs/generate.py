@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
+import command_pages
+import option_page
+
+from lightning_zero3 import combinations, precision
+from lightning_zero3.metrics import reference
+
 FOLDER = Path(__file__).parent
-sys.path.insert(0, str(FOLDER))  # its neighbours, where it is loaded by its path
-
-import command_pages  # noqa: E402
-import option_page  # noqa: E402
-
-from lightning_zero3 import combinations, precision  # noqa: E402
-from lightning_zero3.metrics import reference  # noqa: E402
 
 
 def pages() -> dict[str, str]:
