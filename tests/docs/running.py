@@ -23,7 +23,7 @@ SET_BY_A_LAUNCHER = (
     "MASTER_PORT",
     "TORCHELASTIC_RUN_ID",
 )
-COMMANDS_TIMEOUT_SECONDS = 600
+COMMANDS_TIMEOUT_SECONDS = 900
 
 
 def like_the_repository(folder: Path) -> Path:
