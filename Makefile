@@ -33,7 +33,7 @@ VERSIONS_ARGS ?=
 export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 export PATH := $(BIN):$(PATH)
 
-.PHONY: demo test test-slow test-versions lint docs setup clean
+.PHONY: demo test test-slow test-versions lint docs setup dist test-dist clean
 .DEFAULT_GOAL := help
 
 help:
@@ -43,6 +43,8 @@ help:
 	@echo "make test-versions  the optimizer's tests with the oldest supported DeepSpeed"
 	@echo "make docs       the site, in build/docs; a warning is an error"
 	@echo "make setup      only the virtual environment"
+	@echo "make dist       the wheel and the sdist, in dist/"
+	@echo "make test-dist  the demo from both, in a fresh environment without this folder"
 
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	@echo "Setting up $(VENV) with $(CONSTRAINTS) ..."
@@ -85,6 +87,25 @@ test-versions: $(OLD_VENV)/.installed
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+dist: setup
+	$(BIN)/python -m pip install --quiet $(addprefix --constraint ,$(CONSTRAINTS)) --editable ".[release]"
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+
+# As a user has it: no activated environment, ops compiled anew, output in the working directory. The sdist's turn needs
+# no second download of the dependencies.
+test-dist: dist
+	set -e; away=$$(mktemp -d); trap 'rm -rf "$$away"' EXIT; \
+	export PATH="$${PATH#$(BIN):}" TORCH_EXTENSIONS_DIR="$$away/ops"; \
+	$(PYTHON) -m venv "$$away/venv"; \
+	"$$away/venv/bin/pip" install --quiet $(addprefix --constraint ,$(CONSTRAINTS)) "$$(echo $(abspath dist)/*.whl)[recipes]"; \
+	cd "$$away"; \
+	venv/bin/lightning-zero3 recipe glm45air --max_steps 20 --output from_wheel; \
+	venv/bin/pip install --quiet --no-deps --force-reinstall $(abspath dist)/*.tar.gz; \
+	venv/bin/lightning-zero3 recipe glm45air --max_steps 20 --output from_sdist; \
+	ls from_wheel/version_0/chart.png from_sdist/version_0/chart.png
 
 clean:
 	rm -rf $(VENV) $(OLD_VENV) runs build dist .mypy_cache .ruff_cache .pytest_cache

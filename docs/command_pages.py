@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page of commands: ``lightning-zero3`` by its functions, recipes by their settings."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The site: ``make docs``. Pages are plain Markdown, which GitHub shows as well; all that only a site needs is here.
 
 The repository is the source folder, so that a link from a page to README.md, a recipe or a script is the same on GitHub

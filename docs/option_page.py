@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page of options, from the dataclass that declares them and from the signature of Lightning's strategy."""
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A fast ZeRO Stage 3 strategy with expert parallelism for PyTorch Lightning.
 
-Importing this package registers ``"zero3_fast"`` and ``"zero3_fast_offload"`` for Trainer and Fabric, also those of
-``pytorch_lightning`` and ``lightning_fabric``. It imports no DeepSpeed and changes nothing in DeepSpeed, Lightning or
-Transformers.
+Importing this package registers ``"zero3_fast"``, ``"zero3_fast_offload"`` and ``"zero3_stock"`` for Trainer and
+Fabric, also those of ``pytorch_lightning`` and ``lightning_fabric``. It imports no DeepSpeed and changes nothing in
+DeepSpeed, Lightning or Transformers.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from lightning_zero3.__about__ import __version__
-from lightning_zero3.config import ConfigConflictError, Zero3Options
+from lightning_zero3.config import STOCK, ConfigConflictError, Zero3Options
 
-# The doctor has to run, and to say what is wrong, where torch or Lightning can't be imported.
-_FOR_THE_DOCTOR = os.path.basename(sys.argv[0]) == "lightning-zero3" and sys.argv[1:2] == ["doctor"]
+# The doctor has to run, and to say what is wrong, where torch or Lightning can't be imported. A recipe is a process of
+# its own, which imports them once.
+_WITHOUT_STRATEGIES = os.path.basename(sys.argv[0]) == "lightning-zero3" and sys.argv[1:2] in (["doctor"], ["recipe"])
 
-if TYPE_CHECKING or not _FOR_THE_DOCTOR:
+if TYPE_CHECKING or not _WITHOUT_STRATEGIES:
     from lightning.fabric.strategies import STRATEGY_REGISTRY
     from lightning.pytorch.strategies import StrategyRegistry
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from lightning_zero3.optimizer.stage3 import FastStage3Optimizer
 
 __all__ = [
+    "STOCK",
     "CheckpointNotSavedError",
     "ConfigConflictError",
     "DamagedCheckpointError",

@@ -11,6 +11,7 @@ from argparse import ArgumentError
 from collections.abc import Callable, Mapping, Sequence
 from typing import get_args, get_type_hints
 
+from lightning_zero3 import recipe_command
 from lightning_zero3.config import SetupError
 
 # Command → module:function. A function's signature and docstring are its options and help; it returns the exit status.
@@ -19,10 +20,11 @@ COMMANDS = {
     "doctor": "lightning_zero3.doctor.command:doctor",
     "export": "lightning_zero3.export_command:export",
     "plan": "lightning_zero3.plan.command:plan",
+    "recipe": "lightning_zero3.recipe_command:recipe",
 }
 
 # What may be given without its option's name, in this order.
-POSITIONS = {"compare": ("a", "b"), "export": ("checkpoint", "out")}
+POSITIONS = {"compare": ("a", "b"), "export": ("checkpoint", "out"), "recipe": ("name",)}
 # The parser has a `--config` of its own.
 SHORTER = {"export": {"config": "model_config"}}
 _BOOLS = frozenset({"true", "false", "yes", "no"})
@@ -51,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"lightning-zero3: {error}: pip install {error.name}", file=sys.stderr)
         return 2
     try:
+        if given[:1] == ["recipe"] and recipe_command.is_a_run(given[1:]):
+            recipe_command.run(given[1], given[2:])
         return int(auto_cli(commands, args=_as_parsed(given, commands), exit_on_error=False))
     except (SetupError, ArgumentError) as error:
         print(f"lightning-zero3: {_said(error)}", file=sys.stderr)

@@ -30,6 +30,8 @@ Switch = Literal[
     "bucket_per_process_group",
     "lean_hooks",
 ]
+# Options that leave nothing but DeepSpeed's own step and numbers: what to measure the others against.
+STOCK: dict[str, bool] = {**dict.fromkeys(get_args(Switch), False), "stock_semantics": True}
 _SWITCHES = (*get_args(Switch), "verify_parallel", "async_save", "stock_semantics", "trust_checkpoint")
 
 

@@ -6,8 +6,10 @@ run and to copy, not a package: what they share is found beside them, under the 
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib.util
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -42,9 +44,8 @@ def recipe_names() -> list[str]:
     return sorted(path.stem for path in recipes_directory().glob("*.py"))
 
 
-@cache
-def load_recipe(name: str) -> ModuleType:
-    """A recipe's module, with ``MODEL_CLASS``, ``SETTINGS``, ``full_config``, ``tiny_config`` and ``RECIPE``.
+def recipe_file(name: str) -> Path:
+    """The script of a recipe.
 
     Args:
         name: A recipe's file name without ``.py``.
@@ -58,12 +59,82 @@ def load_recipe(name: str) -> ModuleType:
         raise SetupError(
             f"There's no recipe {name!r}. {f'Did you mean {near[0]}? ' if near else ''}Recipes: {', '.join(names)}."
         )
-    folder = recipes_directory()
-    specification = importlib.util.spec_from_file_location(f"lightning_zero3.recipes.{name}", folder / f"{name}.py")
+    return recipes_directory() / f"{name}.py"
+
+
+def described(name: str) -> dict[str, Any]:
+    """What a recipe's files say of it, without importing anything.
+
+    Args:
+        name: See :func:`recipe_file`.
+
+    Returns:
+        ``path``, ``summary`` (its docstring's first line) and ``configs`` (names of files in ``configs/``).
+
+    Raises:
+        SetupError: There is no such recipe.
+    """
+    path = recipe_file(name)
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return {
+        "path": str(path),
+        "summary": docstring.partition("\n")[0],
+        "configs": [config.name for config in _configs(name)],
+    }
+
+
+def copy_recipe(name: str | None, target: str | Path) -> Path:
+    """Copy recipes out, to be changed: a recipe, its configs, the launch files, and what recipes share.
+
+    Args:
+        name: See :func:`recipe_file`; None for all recipes.
+        target: A folder that isn't there yet, or is empty.
+
+    Returns:
+        The recipe's script in the copy; the folder where all were copied.
+
+    Raises:
+        SetupError: There is no such recipe, or the folder holds something or can't be written.
+    """
+    folder, target = recipes_directory(), Path(target)
+    script = None if name is None else recipe_file(name)
+    keep = None if name is None else {script, *_configs(name)}
+
+    def left_out(directory: str, entries: list[str]) -> set[str]:
+        unwanted = {"__pycache__", "runs"}
+        if keep is not None and Path(directory) in (folder, folder / "configs"):
+            unwanted |= {each for each in entries if (path := Path(directory, each)).is_file() and path not in keep}
+        return unwanted
+
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise SetupError(f"{target} is there already, and isn't an empty folder: copy the recipe to another one.")
+    try:
+        shutil.copytree(folder, target, ignore=left_out, dirs_exist_ok=True)
+    except (OSError, shutil.Error) as error:
+        raise SetupError(f"The recipe can't be copied to {target}: {error}") from error
+    return target if script is None else target / script.name
+
+
+def _configs(name: str) -> list[Path]:
+    return sorted((recipes_directory() / "configs").glob(f"{name}_*.yaml"))
+
+
+@cache
+def load_recipe(name: str) -> ModuleType:
+    """A recipe's module, with ``MODEL_CLASS``, ``SETTINGS``, ``full_config``, ``tiny_config`` and ``RECIPE``.
+
+    Args:
+        name: See :func:`recipe_file`.
+
+    Raises:
+        SetupError: There is no such recipe.
+    """
+    path = recipe_file(name)
+    specification = importlib.util.spec_from_file_location(f"lightning_zero3.recipes.{name}", path)
     assert specification is not None
     assert specification.loader is not None
     module = importlib.util.module_from_spec(specification)
-    with _shared_found_in(folder):
+    with _shared_found_in(path.parent):
         specification.loader.exec_module(module)
     return module
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lightning_zero3 import ds_config
-from lightning_zero3.config import ConfigConflictError, Zero3Options
+from lightning_zero3.config import STOCK, ConfigConflictError, Zero3Options
 
 
 class OptionsOfAStrategy:
@@ -81,7 +81,10 @@ class OptionsOfAStrategy:
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register ``zero3_fast`` and ``zero3_fast_offload``.
+        """Register ``zero3_fast``, ``zero3_fast_offload`` and ``zero3_stock``.
+
+        The last one is what to measure the others against: DeepSpeed's own Stage 3, with this package's timers, and on
+        CPUs too.
 
         Args:
             strategy_registry: Lightning's registry of strategy names, the Trainer's or Fabric's.
@@ -93,6 +96,9 @@ class OptionsOfAStrategy:
             description="ZeRO Stage 3, fast step, optimizer on the CPU",
             override=True,
             offload_optimizer=True,
+        )
+        strategy_registry.register(
+            "zero3_stock", cls, description="ZeRO Stage 3, DeepSpeed's own step and numbers", override=True, **STOCK
         )
 
     @staticmethod

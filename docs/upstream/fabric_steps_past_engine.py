@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning Fabric: with DeepSpeed, ``optimizer.step()`` runs past the engine, whose counts stand still."""
 
 from reproduce import run

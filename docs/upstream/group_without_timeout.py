@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed: groups that it makes itself wait torch's default time, whatever time-out it was given."""
 
 from reproduce import run

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed: without fp16, as on a CPU, ``zero.Init`` passes over the dtype that it is given."""
 
 from reproduce import run

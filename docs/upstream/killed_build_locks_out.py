@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch: a build that was killed leaves its lock, and whoever needs the op afterwards waits for ever."""
 
 import subprocess

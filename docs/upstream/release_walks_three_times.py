@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed: each step walks all modules three times to release parameters (a cost, not a wrong number)."""
 
 from reproduce import run, zero3

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning: after a resume within an epoch, the epoch's logged mean is one over the batches after the resume."""
 
 from reproduce import run

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning: after a resume within an epoch, a plain DataLoader begins anew: some batches come twice, others never."""
 
 from reproduce import run

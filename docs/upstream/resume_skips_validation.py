@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning: a resume from a checkpoint saved after a batch leaves out the validation due after that batch."""
 
 from reproduce import run

@@ -1,4 +1,4 @@
-"""``--ab SWITCH``: one recipe with a switch off and on, in the same processes, and what that changes.
+"""``--ab SWITCH``: one recipe with a switch (or all of them) off and on, in the same processes, and what that changes.
 
 Fits alternate (A B, B A, ...), so that whatever the machine does meanwhile falls on both arms. Each has the model,
 seed and data of the other, so losses can be compared to the bit; each gives its memory back before the next begins, so
@@ -12,7 +12,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -22,7 +22,7 @@ from lightning_zero3.compare.charts import draw
 from lightning_zero3.compare.read import read_run
 from lightning_zero3.compare.report import assemble
 from lightning_zero3.compare.tables import markdown, show
-from lightning_zero3.config import SetupError
+from lightning_zero3.config import SetupError, Switch
 from shared import gpu_memory
 from shared.noise import without_known_noise
 from shared.run import fit, prepare
@@ -46,7 +46,7 @@ def train_both(recipe: Recipe, settings: Settings) -> Path:
 
     Args:
         recipe: The architecture.
-        settings: How to train it; ``ab`` names the switch.
+        settings: How to train it; ``ab`` names the switch, or is ``all``.
 
     Returns:
         The folder with ``comparison.json``, ``.md`` and ``.png``.
@@ -62,14 +62,15 @@ def train_both(recipe: Recipe, settings: Settings) -> Path:
         raise SameCodeError(f"--ab {switch}: both arms would run the same code. {same}")
     arms: dict[str, Settings] = {}
     for arm, (_, on) in ARMS.items():
-        chosen: dict[str, Any] = {switch: on}
+        chosen: dict[str, Any] = dict.fromkeys(get_args(Switch) if switch == "all" else [switch], on)
         arms[arm] = replace(settings, **chosen)
     prepared = prepare(recipe, arms["a"])
     gpu_memory.check_gpu_memory(arms["b"], prepared.config, ranks=prepared.ranks, expert_parallel_size=prepared.experts)
     runs: dict[str, list[str]] = {"a": [], "b": []}
     order = alternating(settings.ab_rounds)
     for number, arm in enumerate(order, start=1):
-        title = f"{prepared.title}, {switch} {ARMS[arm][0]}, run {number} of {len(order)}"
+        switched = "all switches" if switch == "all" else switch
+        title = f"{prepared.title}, {switched} {ARMS[arm][0]}, run {number} of {len(order)}"
         # Nothing of the trainer is kept, which holds the engine.
         run_dir = fit(
             recipe,
@@ -77,7 +78,7 @@ def train_both(recipe: Recipe, settings: Settings) -> Path:
             prepared,
             title=title,
             grad_clear_census=switch == "scoped_grad_clear",
-            collective_census=switch.startswith("coalesce_"),
+            collective_census=switch == "all" or switch.startswith("coalesce_"),
         )[0]
         runs[arm].append(str(run_dir))
         gc.collect()

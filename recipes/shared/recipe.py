@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from lightning_zero3.config import SetupError
 from shared import attention
 from shared.command_line import parse_settings
 from shared.settings import Settings
+
+# What a run imports beside the strategy's own dependencies.
+_PACKAGES = ("matplotlib", "tensorboard")
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ class Recipe:
 
         try:
             settings = self.parse(sys.argv[1:] if arguments is None else arguments)
+            _check_packages()
             if settings.ab is None:
                 from shared.run import train
 
@@ -80,3 +85,9 @@ class Recipe:
             # What a person has to change, without the way that the program took to find out.
             print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
             sys.exit(getattr(error, "exit_status", 1))
+
+
+def _check_packages() -> None:
+    missing = [name for name in _PACKAGES if find_spec(name) is None]
+    if missing:
+        raise SetupError(f"Recipes need {' and '.join(missing)}: pip install 'lightning_zero3[recipes]'")

@@ -79,8 +79,8 @@ class Settings(Zero3Options):
         keep: Checkpoints of one training that are kept, the last ones.
         resume: Go on from a checkpoint, with the losses of a run that was never interrupted. auto (or no value): the
             last complete one in output, or from the start where there's none. PATH: that one, or a run's last one.
-        ab: Train with this switch off (A) and on (B), with the same weights and data, one fit after the other in the
-            same processes, and print what B saves; null for an ordinary run.
+        ab: Train with this switch, or with all of them, off (A) and on (B), with the same weights and data, one fit
+            after the other in the same processes, and print what B saves; null for an ordinary run.
         ab_rounds: How often, for A B, B A, A B and so on. With 2 or more, runs of one arm tell how large noise is.
         profile: Steps that torch's profiler watches, counted from 1, such as 5 or 5-6: a trace for Perfetto and
             TensorBoard from each rank, and a table of what each phase costs, in the run's folder; null for none.
@@ -127,7 +127,7 @@ class Settings(Zero3Options):
     checkpoint_every: int | None = None
     keep: int = 2
     resume: str | None = None
-    ab: Switch | None = None
+    ab: Switch | Literal["all"] | None = None
     ab_rounds: int = 2
     profile: str | None = None
     profile_memory: bool = False

@@ -1,15 +1,21 @@
 """What "the same" means: given identical engine calls, every tensor, loss and norm has upstream's bits."""
 
+import contextlib
+import copy
+import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_zero3 import Zero3FastStrategy, Zero3Options
+from lightning_zero3 import STOCK, Zero3FastStrategy, Zero3Options
+from lightning_zero3.collective_counts import counted_collectives
 from lightning_zero3.moe.expert_parallel import find_target
+from lightning_zero3.substitution import substituted
 from tests.distributed.stock import StockOnCPU
 from tests.engines import PRECISIONS, build, micro_step, norm_of
-from tests.fits import Pairs, Regression, Sentences, assert_equal_bits, fit, optimizer_of, tensors_of
+from tests.fits import Language, Pairs, Regression, Sentences, assert_equal_bits, fit, optimizer_of, tensors_of
 from tests.models import build_glm, tiny_glm
 
 STEPS = 5
@@ -113,3 +119,48 @@ def whole_fits(precision: str, options: dict[str, Any]) -> None:
 )
 def test_a_fit_with_stock_semantics_equals_deepspeed_stage_3(ranks, world_size, precision, options):
     ranks(world_size).run(whole_fits, precision, options)
+
+
+def a_fit(strategy: Any) -> tuple[dict[str, Any], list[float], dict[str, list[torch.Tensor]]]:
+    module = Language(build_glm(tiny_glm()))
+    with counted_collectives() as counted, counted_signatures() as signatures:
+        trainer = fit(module, Sentences(tiny_glm().vocab_size), strategy)
+    optimizer = optimizer_of(trainer)
+    seen = {"collectives": counted.count, "signatures": signatures[0], "groups": len(optimizer.fp16_groups)}
+    return seen, module.losses, tensors_of(optimizer)
+
+
+@contextlib.contextmanager
+def counted_signatures() -> Iterator[list[int]]:
+    """How often functions' signatures are inspected, as stock's hooks do in each forward and backward."""
+    real, counted = inspect.signature, [0]
+
+    def signature(*args: Any, **kwargs: Any) -> inspect.Signature:
+        counted[0] += 1
+        return real(*args, **kwargs)
+
+    with substituted(inspect, "signature", signature):
+        yield counted
+
+
+def fits_by_name() -> dict[str, dict[str, Any]]:
+    config = {"zero_optimization": {"stage": 3, "sub_group_size": 300}}
+    # The first one inspects what is inspected once in a process. Stock changes the config that it's given.
+    _, stock = (a_fit(StockOnCPU(config=copy.deepcopy(config))) for _ in range(2))
+    chosen = {"zero3_stock": STOCK, "zero3_fast": {}}
+    counts = {"deepspeed_stage_3": stock[0]}
+    for name, options in chosen.items():
+        counts[name], losses, tensors = a_fit(Zero3FastStrategy(config, **options))
+        assert losses == stock[1], name
+        assert_equal_bits(tensors, stock[2])
+    return counts
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_zero3_stock_works_as_stock_does(ranks, world_size):
+    """Its step is what ours is measured against on a user's machine, so none of our parts may be in it."""
+    for counts in ranks(world_size).run(fits_by_name):
+        assert counts["deepspeed_stage_3"]["groups"] > 5
+        assert counts["zero3_stock"] == counts["deepspeed_stage_3"]
+        assert counts["zero3_fast"]["collectives"] < counts["zero3_stock"]["collectives"]
+        assert counts["zero3_fast"]["signatures"] < counts["zero3_stock"]["signatures"]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Code blocks of the pages: what is in them and how each is tested. Sybil finds them.
 
 A block's language says what happens to it:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Commands in blocks: their programs exist and know their options, as a user's own would be read."""
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tests.docs.blocks import ROOT, Block, blocks_of
 from tests.recipes.recipes import RECIPES
 
 # Programs of others, whose options are theirs.
-OF_OTHERS = {"pip", "source", "srun", "kubectl", "tensorboard", ".venv/bin/pre-commit"}
+OF_OTHERS = {"pip", "source", "srun", "torchrun", "kubectl", "tensorboard", ".venv/bin/pre-commit"}
 
 
 def commands(block: Block) -> list[list[str]]:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Running blocks: Python in a process that has imported everything, commands by bash."""
 
 from __future__ import annotations

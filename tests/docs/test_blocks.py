@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every code block of every page: it is of a known kind, can be read, and runs or says why it can't."""
 
 from __future__ import annotations

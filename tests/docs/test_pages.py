@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pages that are made from the code are up to date, and pages find each other."""
 
 from __future__ import annotations

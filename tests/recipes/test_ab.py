@@ -80,6 +80,7 @@ def test_both_arms_in_alternation_and_the_comparison(ranks, tmp_path, capsys):
         ("alias_master_weights", ()),
         ("batch_optimizer_step", ("--sub_group_size", "20000", "--ab_rounds", "1")),
         ("skip_redundant_release", ()),
+        ("all", ("--expert_parallel_size", "2")),
     ],
 )
 def test_other_switches_on_two_ranks_change_no_bit(ranks, tmp_path, switch, options):
@@ -88,7 +89,11 @@ def test_other_switches_on_two_ranks_change_no_bit(ranks, tmp_path, switch, opti
     report = json.loads((Path(seen["folder"]) / "comparison.json").read_text())
     assert report["loss"] == {"step1_identical": True, "largest_difference": 0}
     assert (report["noise_floor"] is None) is ("--ab_rounds" in options)
-    if switch == "alias_master_weights":
+    if switch == "all":
+        assert "all switches off, run 1 of 4" in seen["printed"]
+        counted = report["metrics"][COLLECTIVES_PER_STEP]
+        assert counted["min_a"] > 10 * counted["max_b"]
+    if switch in ("alias_master_weights", "all"):
         introduced = [line for line in seen["printed"].splitlines() if "without a second copy" in line]
         shared = [line.rpartition(", ")[2].split()[0] for line in introduced]
         assert shared[0] == shared[3] == "0"

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from lightning_zero3.config import SetupError, Zero3Options
+from shared import recipe
 from shared.settings import Settings
 
 parse = glm45air.RECIPE.parse
@@ -135,3 +136,12 @@ def test_a_file_is_held_to_the_same(tmp_path, text, message):
     with pytest.raises(SetupError) as refused:
         parse(["--config", str(file)])
     assert message in str(refused.value)
+
+
+def test_a_run_without_the_packages_that_recipes_need_says_what_to_install(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(recipe, "_PACKAGES", ("torch", "no_such_package"))
+    with pytest.raises(SystemExit) as ended:
+        glm45air.RECIPE.main(["--output", str(tmp_path / "runs")])
+    assert ended.value.code == 1
+    assert "Recipes need no_such_package: pip install 'lightning_zero3[recipes]'" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

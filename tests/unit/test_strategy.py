@@ -15,7 +15,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
 from torch.utils.data import DataLoader
 
-from lightning_zero3 import ConfigConflictError, Zero3FastStrategy, Zero3Options
+from lightning_zero3 import STOCK, ConfigConflictError, Zero3FastStrategy, Zero3Options
 from tests.fits import QUIET, Language, Pairs, Regression, Sentences
 from tests.models import build, build_glm, tiny, tiny_glm
 
@@ -143,13 +143,18 @@ def test_a_misspelt_option_is_refused():
 # ---------------------------------------------------------------- registry and command line
 
 
-def test_both_names_make_the_strategy():
+def test_all_names_make_the_strategy():
     assert type(trainer_for("zero3_fast").strategy) is Zero3FastStrategy
     offload = trainer_for("zero3_fast_offload").strategy
     assert type(offload) is Zero3FastStrategy
     assert offload.config["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
     assert "offload_param" not in offload.config["zero_optimization"]
     assert StrategyRegistry["zero3_fast"]["description"]
+    stock = trainer_for("zero3_stock").strategy
+    assert type(stock) is Zero3FastStrategy
+    assert stock.options == Zero3Options(**STOCK)
+    on = {name for name, value in vars(stock.options).items() if value is True}
+    assert on == {"stock_semantics"}
 
 
 def command_line(tmp_path: Path, strategy: Any) -> Zero3FastStrategy:
