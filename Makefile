@@ -33,7 +33,7 @@ VERSIONS_ARGS ?=
 export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 export PATH := $(BIN):$(PATH)
 
-.PHONY: demo test test-slow test-versions lint setup dist test-dist clean
+.PHONY: demo test test-slow test-versions lint docs setup dist test-dist clean
 .DEFAULT_GOAL := help
 
 help:
@@ -41,6 +41,7 @@ help:
 	@echo "make test       linters, type checks and the default test-suite"
 	@echo "make test-slow  the tests that the default suite leaves out"
 	@echo "make test-versions  the optimizer's tests with the oldest supported DeepSpeed"
+	@echo "make docs       the site, in build/docs; a warning is an error"
 	@echo "make setup      only the virtual environment"
 	@echo "make dist       the wheel and the sdist, in dist/"
 	@echo "make test-dist  the demo from both, in a fresh environment without this folder"
@@ -49,7 +50,7 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	@echo "Setting up $(VENV) with $(CONSTRAINTS) ..."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet $(addprefix --constraint ,$(CONSTRAINTS)) --editable ".[recipes,dashboards,test]"
+	$(BIN)/python -m pip install --quiet $(addprefix --constraint ,$(CONSTRAINTS)) --editable ".[recipes,dashboards,docs,test]"
 	$(BIN)/python -c "from lightning_zero3 import cpu_ops; cpu_ops.build()"
 	@touch $@
 
@@ -64,7 +65,11 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: lint
+# The source folder is the repository: README.md and CONTRIBUTING.md are pages, too.
+docs: setup
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -b html -c docs . build/docs
+
+test: lint docs
 	@echo "Compiling DeepSpeed's ops that tests use, once (a few minutes) ..."
 	@$(BIN)/python -m tests.build_ops 2> /dev/null
 	$(BIN)/python -m pytest -m "not slow" --numprocesses $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)

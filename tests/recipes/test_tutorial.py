@@ -1,62 +1,29 @@
-"""The tutorial's commands are commands: each is read by the parser that a user's would be."""
+"""The tutorial: what it goes by, what its tables hold, and the profile that it shows."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
 import io
 import json
 import re
-import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from lightning_zero3 import cli
 from lightning_zero3.metrics.profile_regions import OF_THE_OPTIMIZER
+from tests.docs.blocks import blocks_of
+from tests.docs.commands import commands
 from tests.recipes.recipes import RECIPES
 
 ROOT = Path(__file__).parents[2]
 TUTORIAL = ROOT / "docs" / "tutorial.md"
 
 
-def commands(page: Path) -> list[list[str]]:
-    """The commands in a page's code blocks: lines that begin with ``$``, with those that they go on in."""
-    blocks = re.findall(r"^```\w*\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    text = "\n".join(blocks).replace("\\\n", " ")
-    return [shlex.split(line[2:]) for line in text.splitlines() if line.startswith("$ ")]
-
-
-def test_every_command_of_the_tutorial_can_be_read(monkeypatch):
-    called: list[tuple[str, dict[str, Any]]] = []
-
-    def recorded(name: str, function: Any) -> Any:
-        @functools.wraps(function)
-        def command(**named: Any) -> int:
-            called.append((name, named))
-            return 0
-
-        return command
-
-    for name, place in cli.COMMANDS.items():
-        module, function = place.split(":")
-        imported = importlib.import_module(module)
-        monkeypatch.setattr(imported, function, recorded(name, getattr(imported, function)))
-    found = commands(TUTORIAL)
-    profiled = []
-    for program, *arguments in found:
-        if program == "lightning-zero3":
-            assert cli.main(arguments) == 0, arguments
-        else:
-            assert program == "python"
-            recipe, *options = arguments
-            assert (ROOT / recipe).is_file()
-            settings = RECIPES[Path(recipe).stem].RECIPE.parse(options)
-            profiled += [settings.profiled_steps] if settings.profile else []
-    assert {name for name, _ in called} == {"plan", "compare"}
-    assert len(profiled) >= 3
+def test_it_goes_by_plan_profile_and_comparison():
+    """That its commands can be read is tests/docs' business."""
+    found = [command for block in blocks_of("docs/tutorial.md") for command in commands(block)]
+    assert {command[1] for command in found if command[0] == "lightning-zero3"} == {"plan", "compare"}
+    assert sum("--profile" in command for command in found) >= 3
     text = TUTORIAL.read_text()
     for word in ("--ab", "compare.md", "plan-memory.md", "aliasing.md"):
         assert word in text
