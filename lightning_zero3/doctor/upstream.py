@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lightning_zero3.capabilities import UPSTREAM_FIXES, UPSTREAM_LIMITS, not_mended
-from lightning_zero3.probing import UpstreamFix, UpstreamLimit
+from lightning_zero3.capabilities import UPSTREAM_FIXES, UPSTREAM_LIMITS
+from lightning_zero3.probing import UpstreamFix, UpstreamLimit, not_mended
 
 
 def fixes(stage3: type[Any], known: Sequence[UpstreamFix] = UPSTREAM_FIXES) -> list[dict[str, Any]]:

@@ -1,9 +1,9 @@
 """Calls of an autograd function without what torch's ``apply`` does around it.
 
 Upstream symbols: ``torch.autograd.Function.apply``, which looks at each call for a ``setup_context``, for transforms of
-``torch.func`` and for their leftovers among all arguments, and ``BackwardCFunction.apply``, which looks at each node for
-``vjp`` (torch 2.8 to 2.13). Ours have neither. Detected by tests that count calls; where a name is missing torch's own
-``apply`` is used. Expires when torch's ``apply`` looks once per class.
+``torch.func`` and for their leftovers among all arguments, and ``BackwardCFunction.apply``, which looks at each node
+for ``vjp`` (torch 2.8 to 2.13). Ours have neither. Detected by tests that count calls; where a name is missing torch's
+own ``apply`` is used. Expires when torch's ``apply`` looks once per class.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ _RELEASABLE = f"{_PREFIX}params_to_release"
 STATE = (_ACTIVE, _MODE, _STEP, _ORDER, _QUEUE, _RECENT, _IN_FLIGHT, _GATHERED, _AT_MOST, _PREFETCHED)
 
 
-class LeanCoordinator(_Upstream):
+class LeanCoordinator(partitioned_param_coordinator.PartitionedParameterCoordinator):
     """Another view of an engine's coordinator, with the same state and leaner methods.
 
     Args:

@@ -34,7 +34,7 @@ _Upstream = parameter_offload.DeepSpeedZeRoOffload
 _COUNT = "applied_pre_backward_ref_cnt"
 
 
-class LeanOffload(_Upstream):
+class LeanOffload(parameter_offload.DeepSpeedZeRoOffload):
     """Upstream's class, with hooks that cost less."""
 
     # Whether any parameter is frozen: then what is gathered while a checkpoint is recomputed is released by the module

@@ -4,8 +4,8 @@ Upstream symbols: ``deepspeed.runtime.zero.linear.LinearFunctionForZeroStage3``,
 of ``torch.nn.functional.linear``, and ``ZeROOrderedDict.__getitem__`` (0.19.7, 0.19.8). The function has a
 ``setup_context``, for which torch inspects the signature of ``forward``, binds arguments and fills in defaults in each
 call; its backward enters ``torch.autocast`` where there is none. Ours runs upstream's own arithmetic, forward and
-backward. Only layers whose forward is ``torch.nn.Linear``'s own get it, on themselves, and lose it with the engine's
-hooks. Detected by ``capabilities.LEAN_LINEAR``. Expires when torch caches signatures, or DeepSpeed's function needs none.
+backward. Only layers whose forward is ``torch.nn.Linear``'s own get it, on themselves, and lose it with their engine.
+Detected by ``capabilities.LEAN_LINEAR``. Expires when torch caches signatures, or DeepSpeed's function needs none.
 
 Where the function isn't in place, under Dynamo and under transforms of ``torch.func``, for weights that aren't
 gathered, and for layers without a weight of their own (parametrizations), all is torch's and upstream's.
@@ -64,16 +64,21 @@ class _Linear(torch.autograd.Function):
 _linear = called_directly(_Linear)
 
 
-def _forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-    """``torch.nn.Linear.forward``."""
+def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
+    """``torch.nn.Linear.forward``. Pickled, a bound one is its class's method of the same name.
+
+    Args:
+        self: The layer.
+        input: As torch's.
+    """
     if torch.nn.functional.linear is linear.zero3_linear_wrap and not torch.compiler.is_compiling():
         # dict's own method: upstream's looks each time for what DeepCompile may have left.
         own = self._parameters
         weight, bias = dict.get(own, "weight"), dict.get(own, "bias")
         if (
             weight is not None
-            and weight.ds_status is _AVAILABLE
-            and (bias.ds_status is _AVAILABLE if bias is not None else "bias" in own)
+            and getattr(weight, "ds_status", None) is _AVAILABLE
+            and (getattr(bias, "ds_status", None) is _AVAILABLE if bias is not None else "bias" in own)
         ):
             result: torch.Tensor = _linear(input, weight, bias)
             return result
@@ -91,7 +96,7 @@ def make_lean(module: torch.nn.Module) -> bool:
     """
     if type(module).forward is not torch.nn.Linear.forward or "forward" in module.__dict__:
         return False
-    module.forward = MethodType(_forward, module)
+    module.forward = MethodType(forward, module)
     return True
 
 
@@ -101,5 +106,5 @@ def make_upstreams(module: torch.nn.Module) -> None:
     Args:
         module: A module that has got it.
     """
-    if getattr(module.__dict__.get("forward"), "__func__", None) is _forward:
+    if getattr(module.__dict__.get("forward"), "__func__", None) is forward:
         del module.forward
