@@ -18,7 +18,6 @@ from types import MethodType
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import linear
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
@@ -51,14 +50,16 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        device_type = get_accelerator().device_name()
+        device_type = linear.get_accelerator().device_name()
         ctx._fwd_used_autocast = torch.is_autocast_enabled(device_type)
         ctx._dtype = torch.get_autocast_dtype(device_type) if ctx._fwd_used_autocast else None
         ctx.save_for_backward(input, weight, bias)
         result: torch.Tensor = _Upstream.forward(input, weight, bias)
         return result
 
-    backward = staticmethod(rebound(_Upstream.backward, torch=_Torch()))
+    backward = staticmethod(
+        rebound(_Upstream.backward, torch=_Torch(), get_accelerator=lambda: linear.get_accelerator())
+    )
 
 
 _linear = called_directly(_Linear)
