@@ -30,7 +30,7 @@ import step_cost  # noqa: E402
 from ranks_of import answer, start  # noqa: E402
 
 WARM_UP = 4
-SWITCHES = ("bucket_per_process_group", "lean_hooks")
+SWITCHES = ("bucket_per_process_group", "lean_hooks", "lean_linear")
 PHASES = ("forward", "backward", "step")
 ZERO = {
     "stage3_param_persistence_threshold": step_cost.PERSISTENCE_THRESHOLD,
