@@ -169,7 +169,17 @@ def trained(use: str, lean: bool, zero: dict[str, Any]) -> dict[str, Any]:
             with torch.no_grad():
                 evaluated.append(engine(x).item())
             engine.train()
+        if use == "unwrapped" and step % 3 == 1:
+            evaluated.append(generated(engine, x))
     return {"losses": losses + evaluated, "tensors": tensors_of(engine.optimizer), "passes": passes}
+
+
+def generated(engine: Any, x: torch.Tensor) -> float:
+    """As TRL and others generate: the hooks come off, and are registered anew."""
+    from deepspeed.runtime.zero.stage3 import unwrap_model_for_generation
+
+    with unwrap_model_for_generation(engine) as model, torch.no_grad():
+        return float(model.module(x).item())
 
 
 def against_stock(use: str, zero: dict[str, Any]) -> None:
@@ -199,6 +209,7 @@ USES = (
     "leaf",
     "direct",
     "without gradients",
+    "unwrapped",
 )
 # Stock's own gradients are wrong here (docs/corrections.md), so that ours with its hooks is what counts.
 CORRECTED = ("unused", "another way")
@@ -282,6 +293,7 @@ def work() -> dict[str, list[int]]:
 
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+    from deepspeed.utils import nvtx
 
     seen = {}
     accelerator = get_accelerator()
@@ -296,7 +308,9 @@ def work() -> dict[str, list[int]]:
         for _ in range(3):
             step()
             engine.step()
-        counts = counted(step, (inspect, "signature"), (accelerator, "device_count"), (accelerator, "range_push"))
+        # Compiling an engine switches them off for the whole process.
+        with substituted(nvtx, "enable_nvtx", True):
+            counts = counted(step, (inspect, "signature"), (accelerator, "device_count"), (accelerator, "range_push"))
         engine.step()
         seen[name] = [*counts, calls_in(step)]
         assert type(engine.optimizer.parameter_offload.param_coordinator) is PartitionedParameterCoordinator
