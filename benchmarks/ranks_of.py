@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 
-def start(file: str, ranks: int, arguments: list[str], python: str = sys.executable) -> Any:
+def start(file: str, ranks: int, arguments: list[str], python: str = sys.executable, limit: float | None = None) -> Any:
     """Run a group of processes and take rank 0's result: the last line that it prints, as JSON.
 
     Args:
@@ -18,6 +18,7 @@ def start(file: str, ranks: int, arguments: list[str], python: str = sys.executa
         ranks: Number of processes.
         arguments: For each of them.
         python: The interpreter.
+        limit: Seconds after which they are ended; None: never.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -36,7 +37,12 @@ def start(file: str, ranks: int, arguments: list[str], python: str = sys.executa
         command = [python, "-W", "ignore", file, "--worker", *arguments]
         output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
         processes.append(subprocess.Popen(command, env=environment, stdout=output, text=True))
-    written, _ = processes[0].communicate()
+    try:
+        written, _ = processes[0].communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        for process in processes:
+            process.kill()
+        raise SystemExit(f"{ranks} rank(s) took longer than {limit:g} seconds: {' '.join(arguments)}") from None
     if any(process.wait() for process in processes):
         raise SystemExit("A rank failed; see above.")
     return json.loads(written.strip().splitlines()[-1])

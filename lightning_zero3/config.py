@@ -29,6 +29,7 @@ Switch = Literal[
     "skip_redundant_release",
     "bucket_per_process_group",
     "lean_hooks",
+    "lean_linear",
 ]
 # Options that leave nothing but DeepSpeed's own step and numbers: what to measure the others against.
 STOCK: dict[str, bool] = {**dict.fromkeys(get_args(Switch), False), "stock_semantics": True}
@@ -55,7 +56,9 @@ class Zero3Options:
         bucket_per_process_group: Let gradients of two process groups (AutoEP's experts and all other parameters) wait
             for their reductions side by side in the one bucket, instead of one after the other.
         lean_hooks: Around each module's forward and backward do only what is needed: nothing for modules without
-            parameters, no wrappers, no inspection of signatures; count devices once instead of in every reduction.
+            parameters, no wrappers, no inspection of signatures; copy a bucket's gradients in one call; count devices
+            once instead of in every reduction.
+        lean_linear: Call the function that DeepSpeed puts in linear layers without an inspection of its signature.
         step_bytes_budget: Bytes of gradients, in the masters' dtype, that one call to the optimizer updates; at least
             one sub-group's. ``None``: as many as fit in memory that is idle during the step (the reduction bucket),
             such that the step's peak is no higher than stock's.
@@ -98,6 +101,7 @@ class Zero3Options:
     skip_redundant_release: bool = True
     bucket_per_process_group: bool = True
     lean_hooks: bool = True
+    lean_linear: bool = True
     step_bytes_budget: int | None = None
     expert_parallel_size: int | None = None
     expert_parallel_preset: str | None = None

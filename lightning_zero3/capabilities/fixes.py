@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from lightning_zero3.capabilities.probing import UpstreamFix, referenced_names, unwrapped
+from lightning_zero3.capabilities.backward import GRADIENT_BUCKETS, LEAN_HOOKS, LEAN_LINEAR, coordinator
+from lightning_zero3.capabilities.probing import UpstreamFix, not_mended, referenced_names, unwrapped
 
 
 def clears_once_per_step(stage3: type[Any]) -> bool:
@@ -86,23 +87,6 @@ SCALER_BACKS_OFF = UpstreamFix(
     ),
     expires="upstream tells its GradScaler of the steps that it skips",
 )
-
-
-def not_mended(stage3: type[Any]) -> bool:  # noqa: ARG001
-    """No release has it yet, so there is nothing to tell it by; having it twice would do no harm."""
-    return False
-
-
-def _offload() -> Any:
-    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-
-    return DeepSpeedZeRoOffload
-
-
-def _coordinator() -> Any:
-    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
-
-    return PartitionedParameterCoordinator
 
 
 def _gathered_parameters() -> Any:
@@ -278,79 +262,11 @@ RELEASE = UpstreamFix(
     uses=(
         (lambda stage3: stage3._partition_all_parameters, ("parameter_offload", "partition_all_parameters")),
         (
-            lambda _: _coordinator().__init__,
+            lambda _: coordinator().__init__,
             (
                 "_PartitionedParameterCoordinator__inflight_param_registry",
                 "_PartitionedParameterCoordinator__n_available_params",
             ),
-        ),
-    ),
-)
-
-GRADIENT_BUCKETS = UpstreamFix(
-    name="bucket_per_process_group",
-    symbol="DeepSpeedZeroOptimizer_Stage3.reduce_independent_p_g_buckets_and_remove_grads",
-    reason="has one bucket per dtype and reduces it whenever the next gradient belongs to another process group",
-    affected="0.19.8 and earlier",
-    mended=not_mended,
-    hooks=(
-        (("reduce_ready_partitions_and_remove_grads",), "reduce_independent_p_g_buckets_and_remove_grads"),
-        (
-            ("reduce_independent_p_g_buckets_and_remove_grads",),
-            "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads",
-        ),
-        (("reduce_independent_p_g_buckets_and_remove_grads",), "_get_param_partition_group"),
-        (("overlapping_partition_gradients_reduce_epilogue",), "independent_gradient_partition_epilogue"),
-        (("step",), "_pre_step"),
-    ),
-    expires="DeepSpeed keeps its buckets by process group",
-    uses=(
-        (
-            lambda stage3: stage3.reduce_independent_p_g_buckets_and_remove_grads,
-            ("ipg_buckets", "get_param_comm_dtype", "process_group", "reduce_bucket_size", "elements"),
-        ),
-        (
-            lambda stage3: stage3._DeepSpeedZeroOptimizer_Stage3__add_grad_to_ipg_bucket,
-            ("buffer", "narrow", "contiguous_gradients", "zenflow"),
-        ),
-        (lambda stage3: stage3._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads, ("reduce_scatter",)),
-    ),
-)
-
-_ACTIVE = "_PartitionedParameterCoordinator__active_backward_submodules"
-LEAN_HOOKS = UpstreamFix(
-    name="lean_hooks",
-    symbol="DeepSpeedZeRoOffload._register_deepspeed_module",
-    reason="four hooks and two autograd functions around each module, those without parameters too, inside of wrappers",
-    affected="0.19.8 and earlier",
-    mended=not_mended,
-    hooks=((("__init__",), "initialize_ds_offload"),),
-    expires="upstream's hooks cost a third of what they do",
-    uses=(
-        (lambda stage3: stage3.initialize_ds_offload, ("DeepSpeedZeRoOffload",)),
-        (
-            lambda _: _offload()._register_deepspeed_module,
-            (
-                "pre_bwd_fn",
-                "post_bwd_fn",
-                "applied_pre_backward_ref_cnt",
-                "ds_grads_remaining",
-                "forward_hooks",
-                "backward_hooks",
-                "pre_sub_module_forward_function",
-                "post_sub_module_forward_function",
-                "pre_sub_module_backward_function",
-                "post_sub_module_backward_function",
-            ),
-        ),
-        (lambda _: _offload().setup_zero_stage3_hooks, ("_register_deepspeed_module",)),
-        (lambda _: _offload().pre_sub_module_forward_function, ("FWD_MODULE_STACK", "fetch_sub_module")),
-        (lambda _: _offload().post_sub_module_forward_function, ("release_sub_module",)),
-        (lambda _: _coordinator().fetch_sub_module, (_ACTIVE, "_fetch_sub_module_impl")),
-        (lambda _: _coordinator()._fetch_sub_module_impl, ("iter_params",)),
-        (
-            lambda _: _coordinator().release_sub_module,
-            (_ACTIVE, "iter_params", "ds_recompute_parameters", "_PartitionedParameterCoordinator__release_param"),
         ),
     ),
 )
@@ -373,6 +289,7 @@ UPSTREAM_FIXES = (
     RELEASE,
     GRADIENT_BUCKETS,
     LEAN_HOOKS,
+    LEAN_LINEAR,
 )
 
 

@@ -7,9 +7,9 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lightning_zero3.capabilities.fixes import UPSTREAM_FIXES, not_mended
+from lightning_zero3.capabilities.fixes import UPSTREAM_FIXES
 from lightning_zero3.capabilities.limits import UPSTREAM_LIMITS
-from lightning_zero3.capabilities.probing import UpstreamFix, UpstreamLimit
+from lightning_zero3.capabilities.probing import UpstreamFix, UpstreamLimit, not_mended
 
 
 def fixes(stage3: type[Any], known: Sequence[UpstreamFix] = UPSTREAM_FIXES) -> list[dict[str, Any]]:

@@ -1,82 +1,37 @@
 """``DeepSpeedZeRoOffload`` with leaner hooks. Importing this module imports DeepSpeed.
 
 Upstream symbols: ``DeepSpeedZeRoOffload._register_deepspeed_module``, the hooks that it registers and the modules'
-``pre_bwd_fn`` and ``post_bwd_fn``; ``pre_sub_module_forward_function`` and its three siblings; ``FWD_MODULE_STACK``;
-``fetch_sub_module``, ``release_sub_module`` and what they call in ``PartitionedParameterCoordinator`` (0.19.7, 0.19.8).
-What is left out:
+``pre_bwd_fn`` and ``post_bwd_fn``; ``pre_sub_module_forward_function`` and its three siblings; ``FWD_MODULE_STACK``
+(0.19.7, 0.19.8). What is left out:
 
 - ``setup_context`` of the two autograd functions: for it torch inspects the signature of ``forward`` at every call.
+- Two of the four hooks: each of the others does the work of two.
+- The autograd functions around tensors that need no gradient, and walks through what is one tensor.
 - For modules that hold no parameters: release, which finds nothing, and the autograd function before it. Fetch stays,
   because it prefetches for the modules that follow.
 - Wrappers for NVTX ranges, for Dynamo and for ``no_grad`` around functions that are called in ``no_grad`` anyway, and
-  lines for a log that nobody reads. The functions inside are upstream's own (:func:`_rebound`).
+  lines for a log that nobody reads. The functions inside are upstream's own (``rebound.py``).
+- Fetch and release that have nothing to do (``lean_coordinator.py``).
 
 Under Dynamo all is upstream's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from types import FunctionType, MethodType
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
-from deepspeed.utils import z3_leaf_module
+from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.utils import apply_to_tensors_only
 
 from lightning_zero3.capabilities.probing import unwrapped
+from lightning_zero3.optimizer.autograd_calls import called_directly
+from lightning_zero3.optimizer.lean_coordinator import LeanCoordinator
+from lightning_zero3.optimizer.rebound import is_leaf, rebound
 
-_COORDINATOR = "_PartitionedParameterCoordinator__"
-_ACTIVE = f"{_COORDINATOR}active_backward_submodules"
-_CACHED = f"{_COORDINATOR}params_to_release"
-_REBOUND = (
-    "fetch_sub_module",
-    "_fetch_sub_module_impl",
-    "release_sub_module",
-    f"{_COORDINATOR}all_gather_params",
-    f"{_COORDINATOR}release_param",
-)
 _Upstream = parameter_offload.DeepSpeedZeRoOffload
-
-
-def _parameters_of(module: Any, recurse: bool = False) -> Iterable[Any]:
-    """As upstream's ``iter_params``, without a walk where only the module's own are asked for."""
-    if recurse:
-        found: Iterable[Any] = partitioned_param_coordinator.iter_params(module, recurse=True)
-        return found
-    # dict's own method: DeepSpeed's registries fetch parameters when they are indexed.
-    own = [parameter for parameter in dict.values(module._parameters) if parameter is not None]
-    return [*own, *module._external_params.values()] if module._external_params else own
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """In place of a log's line."""
-
-
-_HELPERS = {"iter_params": _parameters_of, "print_rank_0": _nothing, "see_memory_usage": _nothing}
-_GLOBALS: dict[int, dict[str, Any]] = {}
-
-
-def _rebound(function: Callable[..., Any]) -> FunctionType:
-    """Upstream's own function, out of its wrappers and with leaner helpers.
-
-    Args:
-        function: A method of an upstream class.
-    """
-    plain = unwrapped(function)
-    names = _GLOBALS.setdefault(id(plain.__globals__), {**plain.__globals__, **_HELPERS})
-    result = FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__, plain.__closure__)
-    result.__kwdefaults__ = plain.__kwdefaults__
-    return result
-
-
-def _unless_compiled(lean: Callable[..., Any], upstream: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that is upstream's where Dynamo traces it."""
-
-    def call(*arguments: Any, **named: Any) -> Any:
-        return (upstream if torch.compiler.is_compiling() else lean)(*arguments, **named)
-
-    return call
+_COUNT = "applied_pre_backward_ref_cnt"
 
 
 class LeanOffload(parameter_offload.DeepSpeedZeRoOffload):  # type: ignore[misc]
@@ -85,30 +40,35 @@ class LeanOffload(parameter_offload.DeepSpeedZeRoOffload):  # type: ignore[misc]
     # Whether any parameter is frozen: then what is gathered while a checkpoint is recomputed is released by the module
     # whose backward is under way, whether that has parameters or not.
     _any_frozen = True
-    _before_forward = _rebound(_Upstream.pre_sub_module_forward_function)
-    _after_forward = _rebound(_Upstream.post_sub_module_forward_function)
-    _before_backward = _rebound(_Upstream.pre_sub_module_backward_function)
-    _after_backward = _rebound(_Upstream.post_sub_module_backward_function)
+    _parameters: tuple[Any, ...] = ()
+    _before_forward = rebound(_Upstream.pre_sub_module_forward_function)
+    _after_forward = rebound(_Upstream.post_sub_module_forward_function)
+    _before_backward = rebound(_Upstream.pre_sub_module_backward_function)
+    _after_backward = rebound(_Upstream.post_sub_module_backward_function)
 
     def setup_zero_stage3_hooks(self) -> None:
         """As upstream's, which registers all hooks."""
-        coordinator = self.param_coordinator
-        for name in _REBOUND:
-            lean = MethodType(_rebound(getattr(type(coordinator), name)), coordinator)
-            setattr(coordinator, name, _unless_compiled(lean, getattr(coordinator, name)))
+        self._lean = LeanCoordinator(self.param_coordinator)
         super().setup_zero_stage3_hooks()
+
+    def get_param_coordinator(self) -> Any:
+        """As upstream's; its leaner view, except under Dynamo."""
+        return self.param_coordinator if torch.compiler.is_compiling() else self._lean
 
     def _register_deepspeed_module(self, module: Any, *count: Any, **named: Any) -> None:
         known = "pre_bwd_fn" in module.__dict__
+        if module is self.module:
+            self._parameters = tuple(module.parameters())
         super()._register_deepspeed_module(module, *count, **named)
         if not known:
-            module.pre_bwd_fn = _applied(_Before, self, module, module.pre_bwd_fn)
-            module.post_bwd_fn = _applied(_After, self, module, module.post_bwd_fn)
-        # Its own, after those of the modules in it.
-        for handle in (*self.forward_hooks[-2:], *self.backward_hooks[-2:]):
-            hooks = handle.hooks_dict_ref()
-            hook = hooks[handle.id]
-            hooks[handle.id] = _unless_compiled(unwrapped(hook), hook)
+            module.pre_bwd_fn = _applied(_before, self, module, module.pre_bwd_fn)
+            module.post_bwd_fn = _applied(_after, self, module, module.post_bwd_fn)
+        # Its own, after those of the modules in it: each pair lies together, so the first one can stand for both.
+        before, after = self.forward_hooks[-2:]
+        gathered, released = self.backward_hooks[-2:]
+        pre, post = before.hooks_dict_ref(), after.hooks_dict_ref()
+        pre[before.id] = _before_call(self, pre[before.id], pre.pop(released.id))
+        post[after.id] = _after_call(self, post[after.id], post.pop(gathered.id))
 
     def pre_sub_module_forward_function(self, sub_module: Any) -> None:
         """As upstream's: gather what a module needs, and what the next ones will.
@@ -117,7 +77,10 @@ class LeanOffload(parameter_offload.DeepSpeedZeRoOffload):  # type: ignore[misc]
             sub_module: A module whose forward is about to run.
         """
         if sub_module is self.module:
-            self._any_frozen = not all(parameter.requires_grad for parameter in sub_module.parameters())
+            self._any_frozen = not all(parameter.requires_grad for parameter in self._parameters)
+        if self._lean.passes(sub_module, forward=True):
+            parameter_offload.FWD_MODULE_STACK.append(sub_module)
+            return
         with torch.no_grad():
             self._before_forward(sub_module)
 
@@ -127,7 +90,7 @@ class LeanOffload(parameter_offload.DeepSpeedZeRoOffload):  # type: ignore[misc]
         Args:
             sub_module: A module whose forward has run.
         """
-        if not _holds_nothing(sub_module):
+        if not _holds_nothing(sub_module) and not self._lean.lets_go(sub_module, forward=True):
             with torch.no_grad():
                 self._after_forward(sub_module)
 
@@ -137,10 +100,11 @@ class LeanOffload(parameter_offload.DeepSpeedZeRoOffload):  # type: ignore[misc]
         Args:
             sub_module: A module whose backward is about to run.
         """
-        with torch.no_grad():
-            self._before_backward(sub_module)
-            if self.releases_nothing(sub_module):
-                getattr(self.param_coordinator, _ACTIVE).pop(sub_module.ds_id, None)
+        if not self._lean.passes(sub_module, forward=False):
+            with torch.no_grad():
+                self._before_backward(sub_module)
+        if self.releases_nothing(sub_module):
+            self._lean.active.pop(sub_module.ds_id, None)
 
     def post_sub_module_backward_function(self, sub_module: Any) -> None:
         """As upstream's: release what a module's backward has used.
@@ -148,8 +112,9 @@ class LeanOffload(parameter_offload.DeepSpeedZeRoOffload):  # type: ignore[misc]
         Args:
             sub_module: A module whose backward has run.
         """
-        with torch.no_grad():
-            self._after_backward(sub_module)
+        if not self._lean.lets_go(sub_module, forward=False):
+            with torch.no_grad():
+                self._after_backward(sub_module)
 
     def releases_nothing(self, module: Any) -> bool:
         """Whether a module's backward leaves nothing to release."""
@@ -158,7 +123,54 @@ class LeanOffload(parameter_offload.DeepSpeedZeRoOffload):  # type: ignore[misc]
 
 def _holds_nothing(module: Any) -> bool:
     """Whether a module has no parameters of its own, none of others that it was seen to use, and is no leaf."""
-    return not (module._parameters or module._external_params or z3_leaf_module(module))
+    return not (module._parameters or module._external_params or is_leaf(module))
+
+
+def _before_call(offload: LeanOffload, gather: Any, mark: Any) -> Callable[..., Any]:
+    """Upstream's two hooks before a forward in one: gather parameters, and mark inputs for the release in backward."""
+
+    def before(module: Any, inputs: tuple[Any, ...]) -> Any:
+        if torch.compiler.is_compiling():
+            gather(module, inputs)
+            return mark(module, inputs)
+        offload.pre_sub_module_forward_function(module)
+        module.__dict__["ds_grads_remaining"] = 0
+        if offload.releases_nothing(module):
+            return None
+        marked = []
+        for value in inputs:
+            if type(value) is not torch.Tensor:
+                marked.append(apply_to_tensors_only(module.post_bwd_fn.apply, value))
+            elif value.requires_grad:
+                marked.append(_after(value, offload, module))
+            else:
+                marked.append(value)
+        return tuple(marked)
+
+    return before
+
+
+def _after_call(offload: LeanOffload, release: Any, mark: Any) -> Callable[..., Any]:
+    """Upstream's two hooks after a forward in one: release parameters, and mark outputs for the gather in backward."""
+    release_any, mark_any = unwrapped(release), unwrapped(mark)
+    stack = parameter_offload.FWD_MODULE_STACK
+
+    def after(module: Any, inputs: Any, output: Any) -> Any:
+        if torch.compiler.is_compiling():
+            release(module, inputs, output)
+            return mark(module, inputs, output)
+        if type(output) is not torch.Tensor or hasattr(output, "ds_id") or hasattr(output, "ds_param_alias"):
+            release_any(module, inputs, output)
+            return mark_any(module, inputs, output)
+        stack.pop()
+        offload.post_sub_module_forward_function(module)
+        if output.requires_grad:
+            return _before(output, offload, module)
+        state = module.__dict__
+        state[_COUNT] = state.get(_COUNT, 0) + 1
+        return None
+
+    return after
 
 
 class _Before(torch.autograd.Function):
@@ -168,16 +180,16 @@ class _Before(torch.autograd.Function):
     def forward(ctx: Any, output: torch.Tensor, offload: LeanOffload, module: Any) -> torch.Tensor:
         state = module.__dict__
         # Some models run a layer several times before they go backward.
-        state["applied_pre_backward_ref_cnt"] = state.get("applied_pre_backward_ref_cnt", 0) + 1
+        state[_COUNT] = state.get(_COUNT, 0) + 1
         ctx.offload, ctx.module = offload, module
         return output.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         state = ctx.module.__dict__
-        if state["applied_pre_backward_ref_cnt"] > 0:
+        if state[_COUNT] > 0:
             ctx.offload.pre_sub_module_backward_function(ctx.module)
-            state["applied_pre_backward_ref_cnt"] -= 1
+            state[_COUNT] -= 1
         return (*gradients, None, None)
 
 
@@ -200,14 +212,17 @@ class _After(torch.autograd.Function):
         return (*gradients, None, None)
 
 
-def _applied(function: type[torch.autograd.Function], offload: LeanOffload, module: Any, upstream: Any) -> type:
+_before, _after = called_directly(_Before), called_directly(_After)
+
+
+def _applied(function: Callable[..., Any], offload: LeanOffload, module: Any, upstream: Any) -> type:
     """What upstream's hooks call ``apply`` of, with one tensor; a class, which copies of modules share."""
 
     def apply(value: torch.Tensor) -> Any:
         if torch.compiler.is_compiling():
             return upstream.apply(value)
-        if function is _After and offload.releases_nothing(module):
+        if function is _after and offload.releases_nothing(module):
             return value
-        return function.apply(value, offload, module)
+        return function(value, offload, module)
 
-    return type(function.__name__, (), {"apply": staticmethod(apply)})
+    return type(upstream.__name__, (), {"apply": staticmethod(apply)})

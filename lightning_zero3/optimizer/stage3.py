@@ -15,7 +15,9 @@ from lightning_zero3.optimizer.grad_clear import ScopedGradClear
 from lightning_zero3.optimizer.grad_scaler import ScalerBacksOff
 from lightning_zero3.optimizer.gradient_buckets import BucketPerProcessGroup
 from lightning_zero3.optimizer.invalid_norm import SkipInvalidNorm
+from lightning_zero3.optimizer.lean_gradients import LeanGradients
 from lightning_zero3.optimizer.lean_hooks import LeanHooks
+from lightning_zero3.optimizer.lean_linear import LeanLinear
 from lightning_zero3.optimizer.master_alias import MasterAlias
 from lightning_zero3.optimizer.missing_gradients import MissingGradients
 from lightning_zero3.optimizer.moving import MoveStates
@@ -32,6 +34,7 @@ class FastStage3Optimizer(
     AccumulateGradients,
     BucketPerProcessGroup,
     LeanHooks,
+    LeanLinear,
     FastStep,
     MissingGradients,
     KeepEdits,
@@ -39,6 +42,7 @@ class FastStage3Optimizer(
     SwappedGradients,
     MoveStates,
     MasterAlias,
+    LeanGradients,
     DeepSpeedZeroOptimizer_Stage3,  # type: ignore[misc]
 ):
     """A ``DeepSpeedZeroOptimizer_Stage3`` with a fast step, the scoped gradient clear and master-weight aliasing.

@@ -23,6 +23,7 @@ class Switches:
     skip_redundant_release: bool = True
     bucket_per_process_group: bool = True
     lean_hooks: bool = True
+    lean_linear: bool = True
     step_bytes_budget: int | None = None
     skip_invalid_norm: bool = True
     lower_the_scale: bool = True
@@ -46,6 +47,7 @@ class Switches:
             skip_redundant_release=options.skip_redundant_release,
             bucket_per_process_group=options.bucket_per_process_group,
             lean_hooks=options.lean_hooks,
+            lean_linear=options.lean_linear,
             step_bytes_budget=options.step_bytes_budget,
             skip_invalid_norm=not options.stock_semantics,
             lower_the_scale=not options.stock_semantics,

@@ -186,12 +186,10 @@ def _peak(meter: StorageMeter) -> Peak:
 @contextmanager
 def _told_apart(engine: Any, meter: StorageMeter) -> Iterator[None]:
     """Label what DeepSpeed allocates for gathering and for reducing."""
-    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
-
     stage3 = engine.optimizer
     with ExitStack() as scope:
         for owner, name, kind in (
-            (PartitionedParameterCoordinator, "fetch_sub_module", GATHERED),
+            (type(stage3._get_param_coordinator()), "fetch_sub_module", GATHERED),
             (stage3, "reduce_ready_partitions_and_remove_grads", REDUCTION),
             (stage3, "independent_gradient_partition_epilogue", REDUCTION),
         ):

@@ -20,6 +20,7 @@ def test_the_defaults_are_all_switches_on_and_no_expert_parallelism() -> None:
         "skip_redundant_release": True,
         "bucket_per_process_group": True,
         "lean_hooks": True,
+        "lean_linear": True,
         "step_bytes_budget": None,
         "expert_parallel_size": None,
         "expert_parallel_preset": None,

@@ -1,0 +1,126 @@
+"""Linear layers with a leaner function: stock's bits whatever they are given, and nothing left behind."""
+
+import copy
+import pickle
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from lightning_zero3.config import Zero3Options
+from tests.distributed.test_lean_hooks import STEPS, WIDTH
+from tests.engines import PRECISIONS, build
+from tests.fits import assert_equal_bits, tensors_of
+
+
+class Scaled(nn.Linear):
+    """Has a forward of its own."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * 0.5
+
+
+class Subclass(nn.Linear):
+    """Has its parent's forward."""
+
+
+class Layers(nn.Module):
+    """Linear layers in every way of calling one."""
+
+    def __init__(self, gathered: torch.dtype) -> None:
+        super().__init__()
+        self.gathered = gathered
+        self.plain, self.bare = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.scaled, self.subclass = Scaled(WIDTH, WIDTH), Subclass(WIDTH, WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.other_forward = nn.Linear(WIDTH, WIDTH)
+        self.other_forward.forward = lambda x: nn.functional.linear(x, self.other_forward.weight)  # type: ignore[method-assign]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, three = self.bare(x[0]), self.plain(x[None, :, :])[0]
+        x = self.plain(x) + self.bare(input=x) + one + three
+        x = self.scaled(x) + self.subclass(x) + self.frozen(x) + self.other_forward(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            half = self.plain(x)
+            with torch.autocast("cpu", enabled=False):
+                x = x + self.bare(x.to(self.gathered))
+        return (self.plain(x) + half).square().mean()
+
+
+def trained(lean: bool, precision: str) -> tuple[list[float], dict[str, torch.Tensor], set[str]]:
+    torch.manual_seed(2)
+    dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
+    engine = build(
+        Layers(dtype),
+        stock=not lean,
+        options=Zero3Options(lean_hooks=False, lean_linear=lean),
+        **PRECISIONS[precision],
+    )
+    changed = {name for name, layer in engine.module.named_modules() if "forward" in vars(layer)}
+    losses = []
+    for step in range(STEPS):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)).to(dtype)
+        loss = engine(x)
+        if step % 2:
+            # Backward within autocast isn't torch's advice, and is done.
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                engine.backward(loss)
+        else:
+            engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    tensors = tensors_of(engine.optimizer)
+    engine.destroy()
+    left = {name for name, layer in engine.module.named_modules() if "forward" in vars(layer)}
+    assert left == {"other_forward"}
+    return losses, tensors, changed
+
+
+def against_stock() -> None:
+    for precision in ("fp32", "bf16 with fp32 masters", "autocast"):
+        stock, ours = trained(False, precision), trained(True, precision)
+        assert len(set(stock[0])) == STEPS
+        assert ours[0] == stock[0], precision
+        assert_equal_bits(ours[1], stock[1])
+        assert stock[2] == {"other_forward"}
+        assert ours[2] == {"other_forward", "plain", "bare", "subclass", "frozen"}
+
+
+def test_every_call_of_a_linear_layer_has_stocks_bits(ranks):
+    ranks(1).run(against_stock)
+
+
+def copies() -> None:
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
+    from lightning_zero3.optimizer.linear_function import make_lean, make_upstreams
+
+    layer, parametrized = nn.Linear(3, 2), parametrizations.weight_norm(nn.Linear(3, 2))
+    x = torch.randn(4, 3)
+    expected = layer(x), parametrized(x)
+    assert make_lean(layer)
+    assert make_lean(parametrized)
+    assert not make_lean(layer)
+    before = nn.functional.linear
+    nn.functional.linear = zero3_linear_wrap
+    try:
+        # Weights that no engine has partitioned, and such as are made anew in each call.
+        assert torch.equal(layer(x), expected[0])
+        assert torch.equal(parametrized(x), expected[1])
+    finally:
+        nn.functional.linear = before
+    twin, read = copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))
+    assert twin.forward.__self__ is twin
+    assert read.forward.__self__ is read
+    assert torch.equal(read(x), expected[0])
+    own: Any = layer.forward
+    layer.forward = lambda x: own(x) * 2  # somebody else's, over ours
+    make_upstreams(layer)
+    assert torch.equal(layer(x), 2 * expected[0])
+    make_upstreams(parametrized)
+    assert "forward" not in vars(parametrized)
+
+
+def test_copies_of_a_layer_are_their_own(ranks):
+    ranks(1).run(copies)
