@@ -24,8 +24,9 @@ Arguments of `Zero3FastStrategy` and `Zero3FastFabricStrategy`, all by keyword b
 lines. Where an argument and `config` say different things, or the config and the Trainer, you get an error that names
 both; stock Lightning lets `config` win silently. A misspelt argument is an error that names the nearest one.
 
-`"zero3_fast"` is the strategy with the defaults, `"zero3_fast_offload"` has `offload_optimizer=True`. LightningCLI
-takes the strategy by name, or by class with these options in YAML.
+`"zero3_fast"` is the strategy with the defaults, `"zero3_fast_offload"` has `offload_optimizer=True`, and
+`"zero3_stock"` has `lightning_zero3.STOCK`: every switch off, stock's semantics. LightningCLI takes the strategy by
+name, or by class with these options in YAML.
 
 ## Of this package
 

@@ -69,7 +69,7 @@ def test_every_option_and_command_has_its_row(generated):
 
 def test_the_api_has_every_public_name():
     page = (DOCS / "api.rst").read_text()
-    documented = set(re.findall(r"\.\. auto\w+:: lightning_zero3\.(\w+)", page))
+    documented = set(re.findall(r"\.\. (?:auto\w+|data):: lightning_zero3\.(\w+)", page))
     assert documented == set(lightning_zero3.__all__) - {"__version__"}
 
 
