@@ -25,7 +25,8 @@ FAULTS = {
     "coalesce_persistent_gather": "gather_per_persistent_parameter",
     "keep_edits": "gathered_edit_lost",
     "keep_partial_gradients": "partial_gradients_not_saved",
-    "lean_hooks": "signature_per_call",
+    "lean_hooks": "idle_fetch",
+    "lean_linear": "signature_per_call",
     "lower_the_scale": "grad_scaler_never_falls",
     "move_exactly": "offload_states_frozen",
     "refuse_unfrozen": "unfrozen_never_trains",
@@ -79,6 +80,16 @@ def test_every_page_is_found(index):
     linked = {(home.parent / link).resolve() for link in re.findall(r"\]\(([\w./-]+)\)", home.read_text())}
     for page in home.parent.glob("*.md"):
         assert page == home or page in linked, page.name
+
+
+def test_what_mends_a_fault_is_there():
+    named = re.findall(r"`([\w/]+\.py)`", (DOCS / "upstream" / "README.md").read_text())
+    assert len(named) > 50
+    assert [
+        name
+        for name in named
+        if not any((ROOT / at / name).is_file() for at in ("lightning_zero3", ".", "docs/upstream"))
+    ] == []
 
 
 @pytest.mark.parametrize("fix", [fix.name for fix in UPSTREAM_FIXES])
