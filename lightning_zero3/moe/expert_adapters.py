@@ -143,9 +143,10 @@ def _chain(module: Any) -> Iterator[Any]:
     """PEFT's wrappers around a module, the outermost first: one for each parameter."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    while isinstance(module, BaseTunerLayer):
-        yield module
-        module = module.base_layer
+    each: Any = module
+    while isinstance(each, BaseTunerLayer):
+        yield each
+        each = each.base_layer  # type: ignore[attr-defined]
 
 
 # Which wrapper adds to a weight, for which experts, and to which half of what two weights are to PEFT.
@@ -155,7 +156,7 @@ _Sources = Mapping[str, tuple[Any, slice, int | None]]
 def _adapt(module: Any, sources: _Sources) -> None:
     kind: Any = type(module)
 
-    class Adapted(kind):  # type: ignore[misc]
+    class Adapted(kind):
         """The same module, with its hooks and parameters, that computes with adapted weights."""
 
         def forward(self, *arguments: Any) -> Any:

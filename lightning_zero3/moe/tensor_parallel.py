@@ -144,7 +144,9 @@ def find_target(root: nn.Module, section: Mapping[str, Any], expert_parallel: An
             "others out of this LightningModule."
         )
     path, module = found[0]
-    partition = None if theirs else adapter_slices.partition_of(partition_config(model_type(module), path), path, module)
+    partition = (
+        None if theirs else adapter_slices.partition_of(partition_config(model_type(module), path), path, module)
+    )
     return TensorParallelTarget(path, module, partition)
 
 

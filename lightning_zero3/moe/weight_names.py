@@ -18,6 +18,8 @@ import torch
 from torch import nn
 
 from lightning_zero3.config import SetupError
+from lightning_zero3.moe import expert_adapters
+from lightning_zero3.moe.adapters import adapters_of, base_name
 from lightning_zero3.moe.boxes import Block, Ints
 
 # Text models for which Transformers has no rules of their own, with the composite model whose checkpoints hold them.
@@ -47,7 +49,9 @@ class Held:
 
 # AutoEP's experts: of how many matrices Transformers' tensor is made, one below the other, and which of them this is.
 EXPERTS = {"experts.w1": (2, 0), "experts.w3": (2, 1), "experts.w2": (1, 0)}
-_LAYER_PARTS = re.compile(r"(.+?)\.((?:router|experts|shared_experts|shared_experts_gate)\..+)")
+_LAYER_PARTS = re.compile(
+    rf"(.+?)\.((?:router|experts|shared_experts|shared_experts_gate|{expert_adapters.EXPERTS}|{expert_adapters.ROUTER})\..+)"
+)
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,12 @@ class LayerNames:
             return f"{self.experts}.{self.down if inside == 'experts.w2' else self.gate_up}"
         if part == "router":
             return f"{self.router}.{leaf.removeprefix('gate.')}"
-        renamed = {"shared_experts": self.shared, "shared_experts_gate": self.shared_gate}.get(part)
+        renamed = {
+            "shared_experts": self.shared,
+            "shared_experts_gate": self.shared_gate,
+            expert_adapters.EXPERTS: self.experts,
+            expert_adapters.ROUTER: self.router,
+        }.get(part)
         return None if renamed is None else f"{renamed}.{leaf}"
 
 
@@ -154,13 +163,16 @@ def held_tensors(model: nn.Module) -> dict[str, tuple[torch.Tensor, Held]]:
         model: A Hugging Face model, with or without AutoEP's and AutoTP's layers.
 
     Returns:
-        By the model's own names; tied ones each under theirs. Without what Transformers' model doesn't have.
+        By the model's own names; tied ones each under theirs. Without what Transformers' model doesn't have. PEFT's own
+        tensors, which it hasn't either, are there, called as in a whole model with adapters; what PEFT has wrapped is
+        called as without it.
 
     Raises:
         UnknownLayoutError: A layer doesn't say what it holds.
     """
     found: dict[str, tuple[torch.Tensor, Held]] = {}
     layers: dict[str, nn.Module] = {}
+    adapted = adapters_of(model) is not None
     for path, module in model.named_modules():
         if getattr(module, "_is_autoep_layer", False):
             layers[path] = module
@@ -175,7 +187,7 @@ def held_tensors(model: nn.Module) -> dict[str, tuple[torch.Tensor, Held]]:
             else:
                 held = _sliced(name, module, tensor)
             if held is not None:
-                found[name] = tensor, held
+                found[name] = tensor, replace(held, name=base_name(held.name)) if adapted else held
     return found
 
 
