@@ -96,7 +96,8 @@ def export_checkpoint(
     outline = None if found is None else Outline(model, found)
     merging = outline if adapters == MERGE else None
     tensors = _tensors(model, merging)
-    contents = contents_with(outline, adapters, model, sources_of(tensors), dtype, base_files)
+    trained = [] if outline is None else _trained(next(iter(every.values())), {own[0] for own in tensors.values()})
+    contents = contents_with(outline, adapters, model, sources_of(tensors), dtype, base_files, trained)
     held = _held(place, every, contents, model, merging)
     plan = {
         source.names[0]: covering(source.names[0], source.shape, held[source.names[0]])
@@ -144,6 +145,13 @@ def _adapters(place: Place, every: Mapping[Any, Shard], given: Mapping[str, Any]
             "--adapter_config, the adapter_config.json that LoraConfig(...).save_pretrained(folder) writes."
         )
     return None
+
+
+def _trained(shard: Shard, names: set[str]) -> list[str]:
+    """Those of a model's tensors that the checkpoint's run has trained."""
+    layers = LayerNames.like(names)
+    theirs = {base_name(of_layers(name, layers)[0]) for group in shard.model["param_shapes"] for name in group}
+    return [name for name in names if any(each == name or each.endswith(f".{name}") for each in theirs)]
 
 
 def _tensors(model: Any, merging: Outline | None) -> dict[str, Any]:

@@ -21,7 +21,16 @@ import torch
 from torch import nn
 
 from lightning_zero3.config import SetupError
-from lightning_zero3.moe.adapters import AdapterError, Adapters, base_name, copied_from, is_added, tuner_layers
+from lightning_zero3.listing import first_few
+from lightning_zero3.moe.adapters import (
+    FROM_BASE,
+    AdapterError,
+    Adapters,
+    base_name,
+    copied_from,
+    is_added,
+    tuner_layers,
+)
 
 MERGE, ONLY = "merge", "only"
 FILE = "adapter_model"
@@ -57,8 +66,8 @@ class Outline:
     def __init__(self, model: Any, adapters: Adapters) -> None:
         if len(adapters.active) != 1:
             raise AdapterError(
-                f"The model computes with {len(adapters.active)} adapters ({', '.join(adapters.active) or 'none'}), and "
-                "one is exported at a time. Choose it by model.set_adapter(name) before training."
+                f"The model computes with {len(adapters.active)} adapters ({', '.join(adapters.active) or 'none'}), "
+                "and one is exported at a time. Choose it by model.set_adapter(name) before training."
             )
         (self.name,) = adapters.active
         self.config = copy.deepcopy(adapters.configs[self.name])
@@ -207,20 +216,28 @@ def require_mergeable(outline: Outline) -> None:
         raise AdapterError(f"The adapter {outline.name!r} has lora_bias=True, which isn't merged here. {_REMEDY}")
 
 
-def require_restorable(outline: Outline) -> None:
-    """Refuse an adapter that is worth nothing without base weights that its method has changed.
+def require_restorable(outline: Outline, trained: Iterable[str]) -> None:
+    """Refuse an adapter that is worth nothing without base weights that have been changed.
 
     Args:
         outline: Of the model.
+        trained: Names of the model's tensors that are trained.
 
     Raises:
-        AdapterError: It is such an adapter.
+        AdapterError: Its method has changed base weights, or the run has.
     """
-    how = outline.config.init_lora_weights
-    if isinstance(how, str) and how.startswith(("pissa", "corda", "olora", "loftq", "lora_ga")):
+    written = set(outline.saved_names().values())
+    besides = sorted(name for name in trained if not is_added(name) and name not in written)
+    if besides:
         raise AdapterError(
-            f"The adapter {outline.name!r} has init_lora_weights={how!r}, which has changed the base weights, so it can't "
-            'be added to the original ones. Export adapters="merge".'
+            f"Weights are trained that aren't the adapter's: {first_few(besides)}. The adapter alone would be without "
+            "them. Export adapters='merge', or train copies of them (modules_to_save)."
+        )
+    how = outline.config.init_lora_weights
+    if isinstance(how, str) and how.startswith(FROM_BASE):
+        raise AdapterError(
+            f"The adapter {outline.name!r} has init_lora_weights={how!r}, which has changed the base weights, so it "
+            "can't be added to the original ones. Export adapters='merge'."
         )
 
 

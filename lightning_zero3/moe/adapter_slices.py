@@ -95,9 +95,9 @@ def check(path: str, module: nn.Module, partition: Mapping[str, Any] | None) -> 
             problem = "has lora_bias=True"
         if problem is not None:
             raise AdapterError(
-                f"{_joined(path, name)} is split by tensor_parallel_size, and its adapter {problem}. Plain LoRA without "
-                "dropout is split with its layer: LoraConfig(lora_dropout=0.0). Take that, leave the layer out of "
-                "target_modules, or leave tensor_parallel_size out."
+                f"{_joined(path, name)} is split by tensor_parallel_size, and its adapter {problem}. Plain LoRA "
+                "without dropout is split with its layer: LoraConfig(lora_dropout=0.0). Take that, leave the layer "
+                "out of target_modules, or leave tensor_parallel_size out."
             )
 
 

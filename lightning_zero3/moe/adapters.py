@@ -25,7 +25,7 @@ _ADDED = re.compile(r"\.(lora_[A-Za-z_]+|modules_to_save|token_adapter|trainable
 _COPY = re.compile(r"\.modules_to_save\.([^.]+)(?=\.)")
 _WRAPPED = re.compile(r"\.(base_layer|original_module)(?=\.)")
 # Initial values that are computed from the base weights, which these methods may change too.
-_FROM_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
+FROM_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
 
 
 class AdapterError(SetupError):
@@ -75,7 +75,7 @@ def tuner_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def adapters_of(model: nn.Module) -> Adapters | None:
-    """The adapters of a Hugging Face model, put in by ``get_peft_model`` or by ``add_adapter``.
+    """The adapters of a Hugging Face model, put in by ``get_peft_model`` or ``inject_adapter_in_model``.
 
     Args:
         model: The Hugging Face model itself, inside PEFT's wrapper.
@@ -149,7 +149,7 @@ def refuse_loading_under(adapters: Adapters) -> None:
         how = getattr(config, "init_lora_weights", True)
         if getattr(config, "use_dora", False):
             said = "use_dora=True"
-        elif isinstance(how, str) and how.startswith(_FROM_BASE):
+        elif isinstance(how, str) and how.startswith(FROM_BASE):
             said = f"init_lora_weights={how!r}"
         else:
             continue

@@ -57,9 +57,9 @@ def check(model: nn.Module, preset: Any, where: str, *, slices: int = 1) -> None
         trained = [n for n in whole if n in parts or name == n or name.startswith(f"{n}.")]
         if trained:
             raise AdapterError(
-                f"modules_to_save has {trained[0]} of {where}: PEFT trains a copy of it beside it, and AutoEP would take "
-                "one of the two. Leave it out and train it itself: after get_peft_model, requires_grad_(True) on its "
-                "parameters; or train an adapter (target_parameters); or leave expert_parallel_size out."
+                f"modules_to_save has {trained[0]} of {where}: PEFT trains a copy of it beside it, and AutoEP would "
+                "take one of the two. Leave it out and train it itself: after get_peft_model, requires_grad_(True) on "
+                "its parameters; or train an adapter (target_parameters); or leave expert_parallel_size out."
             )
         for part, module in parts.items():
             for wrapper in _chain(module):

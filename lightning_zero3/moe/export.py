@@ -8,7 +8,7 @@ DeepSpeed's own export refuses experts that are shared out; Transformers' would 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -203,7 +203,9 @@ def _look(
     outline = _outline(module, model, adapters)
     held_by_name = _called(held_tensors(model), outline if adapters == MERGE else None)
     sources = sources_of({name: (held.name, held.whole, t) for name, (t, held) in held_by_name.items()})
-    contents = contents_with(outline, adapters, model, sources, dtype, None if base is None else WeightFiles(base))
+    base_files = None if base is None else WeightFiles(base)
+    trained = [held.name for t, held in held_by_name.values() if t.requires_grad]
+    contents = contents_with(outline, adapters, model, sources, dtype, base_files, trained)
     pieces: dict[str, dict[str, Piece]] = {}
     for name, (tensor, held) in held_by_name.items():
         part = range_of(tensor)
@@ -219,8 +221,8 @@ def _outline(module: nn.Module, model: Any, adapters: str) -> Outline | None:
         return outline_of(model, found)
     if any(map(is_wrapper, module.modules())):
         raise AdapterError(
-            f"{type(module).__name__} has an adapter of PEFT's that isn't in the model's layers, such as a prompt. LoRA "
-            "is exported; pass the model inside it to export that alone."
+            f"{type(module).__name__} has an adapter of PEFT's that isn't in the model's layers, such as a prompt. "
+            "LoRA is exported; pass the model inside it to export that alone."
         )
     return None
 
@@ -234,7 +236,13 @@ def _called(held: dict[str, Any], outline: Outline | None) -> dict[str, Any]:
 
 
 def contents_with(
-    outline: Outline | None, adapters: str, model: Any, sources: list[Source], dtype: str, base: WeightFiles | None
+    outline: Outline | None,
+    adapters: str,
+    model: Any,
+    sources: list[Source],
+    dtype: str,
+    base: WeightFiles | None,
+    trained: Iterable[str],
 ) -> Contents:
     """What is written of a model that may have adapters.
 
@@ -245,6 +253,7 @@ def contents_with(
         sources: Its tensors.
         dtype: The weights'.
         base: The checkpoint that it was loaded from.
+        trained: Names of the tensors that are trained.
 
     Raises:
         SetupError: It can't be written like this.
@@ -254,7 +263,7 @@ def contents_with(
     if outline is None:
         return contents_of(model, sources, dtype, base)
     if adapters == ONLY:
-        return adapter_contents(outline, sources, dtype)
+        return adapter_contents(outline, sources, dtype, trained)
     return merged_contents(outline, model, sources, dtype, base)
 
 

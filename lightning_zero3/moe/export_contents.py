@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -156,19 +156,20 @@ def contents_of(model: Any, sources: list[Source], dtype: str, base: WeightFiles
     return contents
 
 
-def adapter_contents(outline: Outline, sources: list[Source], dtype: str) -> Contents:
+def adapter_contents(outline: Outline, sources: list[Source], dtype: str, trained: Iterable[str]) -> Contents:
     """Name what is written of a model whose adapter alone is, as PEFT's ``save_pretrained`` would.
 
     Args:
         outline: Of the model.
         sources: Its tensors.
         dtype: A name in :data:`PRECISIONS`.
+        trained: Names of the tensors that are trained.
 
     Raises:
         AdapterError: The adapter needs base weights that nobody else has.
         SetupError: There is no such precision.
     """
-    require_restorable(outline)
+    require_restorable(outline, trained)
     of_name = {name: source for source in sources for name in source.names}
     outputs = []
     for saved, name in outline.saved_names().items():

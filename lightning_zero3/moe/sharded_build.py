@@ -39,8 +39,8 @@ def sharded_build(config: Mapping[str, Any], remote_device: str | None = None) -
 
     With a seed, ``PreTrainedModel`` constructors and ``from_config`` give the values of the same call without
     partitions, drawn in the dtype of that call and then cast to the run's. ``from_pretrained`` gives the checkpoint's.
-    No rank holds more than its partitions and one module with its direct children, and PEFT's adapters, which the engine
-    partitions.
+    No rank holds more than its partitions and one module with its direct children, and PEFT's adapters, which the
+    engine partitions.
 
     Upstream symbols: ``deepspeed.zero.Init`` (its argument ``tensor_overrides``, and ``_zero_init_param``, which is
     overridden; 0.19.7, 0.19.8); ``PreTrainedModel.init_weights``, ``_from_config`` and ``from_pretrained``,
@@ -154,12 +154,12 @@ def _built_by_peft() -> bool:
     It writes first values, and other dtypes, into the modules that it has built, which in partitions of size 0 does
     nothing or loses them: LoRA would not start at zero. Whole adapters are small; the engine partitions them.
     """
-    frame = sys._getframe(1)
+    frame: Any = sys._getframe(1)
     while frame is not None:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if package in ("peft", "transformers"):
             return package == "peft"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False
 
 

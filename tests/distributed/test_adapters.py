@@ -44,9 +44,7 @@ def trains(family: str, kind: str, sizes: Sizes, folder: str) -> dict[str, Any]:
     module = Adapted(adapted(family, kind), lane)
     before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     exports = [SaveHuggingFace(f"{folder}/merged"), SaveHuggingFace(f"{folder}/adapter", adapters="only")]
-    trainer = fit(
-        module, Sentences(64), strategy_of(sizes), steps=STEPS, precision="32-true", callbacks=[*exports]
-    )
+    trainer = fit(module, Sentences(64), strategy_of(sizes), steps=STEPS, precision="32-true", callbacks=[*exports])
     trainer.save_checkpoint(f"{folder}/checkpoint")
     distributed.barrier()
     import deepspeed
@@ -137,7 +135,7 @@ def known_to_peft(family: str, kind: str) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "sizes"),
-    [(1, (None, None)), (1, (1, None)), (2, (None, None)), (2, (1, None)), (2, (2, None)), (2, (None, 2))],
+    [(1, (1, None)), (2, (None, None)), (2, (2, None)), (2, (None, 2))],
 )
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -170,9 +168,7 @@ def resumes(sizes: Sizes, other: Sizes, exclude: bool, folder: str) -> dict[str,
     whole = tensors_of(optimizer_of(fit(through, Sentences(64), strategy(sizes), steps=4, precision="32-true")))
     # Another start of the adapters, the same base weights.
     again = Adapted(adapted("glm", "all-linear", seed=11), lane)
-    resumed = fit(
-        again, Sentences(64), strategy(sizes), steps=4, precision="32-true", ckpt_path=f"{folder}/checkpoint"
-    )
+    resumed = fit(again, Sentences(64), strategy(sizes), steps=4, precision="32-true", ckpt_path=f"{folder}/checkpoint")
     assert_equal_bits(tensors_of(optimizer_of(resumed)), whole)
     elsewhere = Adapted(adapted("glm", "all-linear", seed=11), lane)
     options = {"resume_layout": "universal", "exclude_frozen_parameters": exclude}
@@ -223,9 +219,7 @@ class Builds(Adapted):
 def builds(folder: str, kind: str, when: str, sizes: Sizes) -> tuple[list[float], list[float]]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
-        whole = peft.get_peft_model(
-            from_pretrained("glm", folder), peft.LoraConfig(r=4, lora_alpha=8, **KINDS[kind])
-        )
+        whole = peft.get_peft_model(from_pretrained("glm", folder), peft.LoraConfig(r=4, lora_alpha=8, **KINDS[kind]))
     module = Builds(folder, kind, when)
     fit(module, Sentences(64), strategy_of(sizes), steps=STEPS, precision="32-true")
     return module.losses, [losses[0] for losses in plain_losses(whole.train(), 1, STEPS)]
