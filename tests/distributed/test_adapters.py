@@ -184,7 +184,7 @@ def resumes(sizes: Sizes, other: Sizes, exclude: bool, folder: str) -> dict[str,
 
 
 @pytest.mark.parametrize("exclude", [False, True])
-def test_a_fit_goes_on_to_the_bit_and_with_other_sizes(ranks, tmp_path, exclude):
+def test_a_fit_goes_on_to_the_bit_and_with_other_sizes(ranks, tmp_path, capsys, exclude):
     for seen in ranks(2).run(resumes, (2, None), (1, None), exclude, str(tmp_path)):
         assert seen["again"] == seen["through"]
         assert seen["elsewhere"] == pytest.approx(seen["through"], rel=BOUND)
@@ -192,6 +192,10 @@ def test_a_fit_goes_on_to_the_bit_and_with_other_sizes(ranks, tmp_path, exclude)
     build(tiny("glm")).save_pretrained(tmp_path / "base")
     assert cli.main([*command, "--config", f"{tmp_path}/base"]) == 0
     assert len(read(tmp_path / "adapter")) == 36
+    merged = ["export", f"{tmp_path}/checkpoint", f"{tmp_path}/merged", "--config", f"{tmp_path}/base"]
+    assert cli.main(merged) == (2 if exclude else 0)
+    if exclude:
+        assert "--adapters only writes all" in capsys.readouterr().err
 
 
 class Builds(Adapted):
