@@ -25,8 +25,8 @@ from lightning_zero3.checkpoints.shards import Shard
 from lightning_zero3.listing import first_few
 from lightning_zero3.moe.adapter_export import MERGE, ONLY, Outline, require_known
 from lightning_zero3.moe.adapters import Adapters, base_name, config_of, copied_from, from_record, is_added
-from lightning_zero3.moe.export import ExportReport, contents_with, finish, require_folders, write_parts
-from lightning_zero3.moe.export_contents import Contents, sources_of
+from lightning_zero3.moe.export import ExportReport, finish, require_folders, write_parts
+from lightning_zero3.moe.export_contents import Contents, contents_with, sources_of
 from lightning_zero3.moe.export_folder import ExportFolder, require_free
 from lightning_zero3.moe.safetensors_files import WeightFiles
 from lightning_zero3.moe.weight_names import LayerNames, held_tensors, of_layers

@@ -4,7 +4,7 @@ What an adapter does, and what its file calls its tensors, is asked of PEFT, on 
 (:class:`Outline`); values come tensor by tensor from whoever holds them.
 
 Upstream symbols: ``get_peft_model``, ``get_peft_model_state_dict``, ``BaseTunerLayer.merge``, ``get_base_layer``,
-``ParamWrapper.parameter_name``; the prefix of ``adapter_model.safetensors`` (PEFT 0.17 to 0.21). Reason:
+``ParamWrapper.parameter_name``; the prefix of ``adapter_model.safetensors`` (PEFT 0.21). Reason:
 ``PeftModel.save_pretrained`` and ``merge_and_unload`` want whole weights on one process. Detected by tests against both
 in one process. Expires when PEFT merges and saves from parts.
 """

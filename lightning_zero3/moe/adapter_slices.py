@@ -3,7 +3,7 @@
 Of a layer that is split by output, the second matrix is, by the same rows; of one that is split by input, the first
 matrix is, by the same columns, and its product is summed over peers. The other matrix stays whole on every peer.
 
-Upstream symbols: ``BaseTunerLayer.weight`` and ``lora.Linear``'s ``base_layer``, ``lora_A``, ``lora_B`` (PEFT 0.17 to
+Upstream symbols: ``BaseTunerLayer.weight`` and ``lora.Linear``'s ``base_layer``, ``lora_A``, ``lora_B`` (PEFT
 0.21); ``AutoTP._replace_module``, ``AutoTP.register_replicated_grad_hooks`` (0.19.7, 0.19.8). Reason: PEFT's wrapper
 shows its layer's weight as its own, so AutoTP splits the wrapper as if it were a plain layer, and the adapter is lost.
 Detected by tests against PEFT in one process. Expires when AutoTP knows PEFT's layers.

@@ -1,7 +1,7 @@
 """Which of PEFT's adapters a Hugging Face model has, and what its weights are called with and without them.
 
 Upstream symbols: ``PeftModel``, ``PeftMixedModel``, ``BaseTuner``, ``BaseTunerLayer``; a model's ``peft_config``; the
-names ``base_layer``, ``original_module``, ``modules_to_save`` and ``lora_*`` (PEFT 0.17 to 0.21). Reason: PEFT wraps
+names ``base_layer``, ``original_module``, ``modules_to_save`` and ``lora_*`` (PEFT 0.21). Reason: PEFT wraps
 modules in place, so a model's weights have other names than Transformers', and PEFT's wrappers answer for the model
 inside them. Detected by tests over all families. Expires when PEFT tells what a parameter was called. PEFT isn't
 imported here unless the user has.

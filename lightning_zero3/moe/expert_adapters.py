@@ -8,7 +8,7 @@ of all ranks that it gets them from, and zero for others' experts; the mean over
 therefore the gradient of the mean loss.
 
 Upstream symbols: ``peft.tuners.lora.ParamWrapper``: ``parameter_name``, ``num_experts``, ``_did_swap_in_out_features``,
-``scaling``, the order of its two matrices (``get_delta_factors``) (PEFT 0.17 to 0.21); ``GroupedExperts``' ``w1``,
+``scaling``, the order of its two matrices (``get_delta_factors``) (PEFT 0.21); ``GroupedExperts``' ``w1``,
 ``w2``, ``w3`` and ``TokenChoiceTopKRouter.gate`` (0.19.7, 0.19.8). Detected by tests against PEFT in one process.
 Expires when AutoEP takes PEFT's wrappers along.
 """
@@ -63,7 +63,7 @@ def check(model: nn.Module, preset: Any, where: str, *, slices: int = 1) -> None
             )
         for part, module in parts.items():
             for wrapper in _chain(module):
-                fits = isinstance(wrapper, ParamWrapper) and wrapper._did_swap_in_out_features == (
+                fits = isinstance(wrapper, ParamWrapper) and getattr(wrapper, "_did_swap_in_out_features", None) == (
                     part.endswith(preset.experts_pattern)
                 )
                 if not fits:

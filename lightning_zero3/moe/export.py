@@ -8,8 +8,7 @@ DeepSpeed's own export refuses experts that are shared out; Transformers' would 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import distributed as dist
 from torch import nn
 
-from lightning_zero3.agreement import exchanged
 from lightning_zero3.config import SetupError
 from lightning_zero3.moe.adapter_export import MERGE, ONLY, Outline, outline_of, require_known
 from lightning_zero3.moe.adapters import AdapterError, adapters_of, is_wrapper
@@ -27,13 +25,12 @@ from lightning_zero3.moe.export_contents import (
     Contents,
     Output,
     Source,
-    adapter_contents,
-    contents_of,
-    merged_contents,
+    contents_with,
     precision,
     sources_of,
 )
 from lightning_zero3.moe.export_folder import ExportFolder, NotExportedError, architecture_of, require_free
+from lightning_zero3.moe.export_ranks import Ranks, ranks_together
 from lightning_zero3.moe.hugging_face import find_models
 from lightning_zero3.moe.own_part import own_values, range_of, require_readable
 from lightning_zero3.moe.safetensors_files import WeightFiles
@@ -115,7 +112,7 @@ def save_pretrained(
         NotExportedError: Writing has failed; on all ranks.
     """
     began = time.perf_counter()
-    with outside_zero_init(), _ranks() as ranks:
+    with outside_zero_init(), ranks_together() as ranks:
         mine = ranks.agreed(lambda: _look(module, Path(path), dtype, base, tokenizer, overwrite, adapters))
         everywhere = ranks.gathered(mine.pieces)
         base_files = None if base is None else WeightFiles(base)
@@ -235,38 +232,6 @@ def _called(held: dict[str, Any], outline: Outline | None) -> dict[str, Any]:
     return {own: (held[own][0], replace(held[own][1], name=name)) for own, name in named.items() if name is not None}
 
 
-def contents_with(
-    outline: Outline | None,
-    adapters: str,
-    model: Any,
-    sources: list[Source],
-    dtype: str,
-    base: WeightFiles | None,
-    trained: Iterable[str],
-) -> Contents:
-    """What is written of a model that may have adapters.
-
-    Args:
-        outline: Of a model with adapters.
-        adapters: What of both is written.
-        model: The Hugging Face model.
-        sources: Its tensors.
-        dtype: The weights'.
-        base: The checkpoint that it was loaded from.
-        trained: Names of the tensors that are trained.
-
-    Raises:
-        SetupError: It can't be written like this.
-    """
-    if outline is None and adapters == ONLY:
-        raise AdapterError(f'adapters="only", and {type(model).__name__} has none of PEFT\'s. Leave it out.')
-    if outline is None:
-        return contents_of(model, sources, dtype, base)
-    if adapters == ONLY:
-        return adapter_contents(outline, sources, dtype, trained)
-    return merged_contents(outline, model, sources, dtype, base)
-
-
 def require_folders(*paths: str | Path | None) -> None:
     """Refuse a folder that isn't there.
 
@@ -282,7 +247,7 @@ def require_folders(*paths: str | Path | None) -> None:
 
 
 def _assemble(
-    source: Source, held: Sequence[Held[tuple[int, str]]], tensors: Mapping[str, torch.Tensor], ranks: _Ranks
+    source: Source, held: Sequence[Held[tuple[int, str]]], tensors: Mapping[str, torch.Tensor], ranks: Ranks
 ) -> torch.Tensor | None:
     """On rank 0 the whole tensor; elsewhere None, when what this rank holds is sent."""
     kept = source.dtype
@@ -377,92 +342,3 @@ def _notes(model: Any, base: WeightFiles | None, contents: Contents, outline: Ou
             "came from, with its other parts",
         )
     return ()
-
-
-class _Ranks:
-    """All ranks, who tell each other over gloo: masters may be on the host, and no device memory is needed."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-        self.rank, self._size = (0, 1) if group is None else (dist.get_rank(), dist.get_world_size())
-        self._error: Exception | None = None
-
-    def agreed(self, look: Callable[[], Any]) -> Any:
-        """What it returns, or on all ranks an error, where one has one."""
-        result: list[Any] = []
-
-        def keep() -> None:
-            result.append(look())
-
-        if self._group is None:
-            keep()
-        else:
-            for rank, (_, told) in enumerate(exchanged(keep, self._group)):
-                if told is not None:
-                    raise SetupError(f"Rank {rank} can't export, so no rank does. It says: {told[1]}")
-        return result[0]
-
-    def gathered(self, mine: Any) -> list[Any]:
-        """Everybody's, on rank 0; elsewhere nothing."""
-        if self._group is None:
-            return [mine]
-        everywhere: list[Any] | None = [None] * self._size if self.rank == 0 else None
-        dist.gather_object(mine, everywhere, dst=0, group=self._group)
-        return everywhere or []
-
-    def from_first(self, make: Callable[[], Any]) -> Any:
-        """What rank 0 makes, or its error."""
-        with self.noted():
-            made = [make() if self.rank == 0 else None]
-        self.go_on()
-        if self._group is not None:
-            dist.broadcast_object_list(made, src=0, group=self._group)
-        return made[0]
-
-    @contextmanager
-    def noted(self) -> Iterator[None]:
-        """Keep an error of rank 0's for :meth:`go_on`: the others are about to send."""
-        try:
-            yield
-        except Exception as error:
-            self._error = error
-
-    def go_on(self) -> None:
-        """Raise on all ranks what has failed on rank 0."""
-        said = [None if self._error is None else f"{type(self._error).__name__}: {self._error}"]
-        if self._group is not None:
-            failed = torch.tensor([float(self._error is not None)])
-            dist.broadcast(failed, src=0, group=self._group)
-            if failed.item():
-                dist.broadcast_object_list(said, src=0, group=self._group)
-        if self._error is not None and (isinstance(self._error, SetupError) or self._size == 1):
-            raise self._error
-        if said[0] is not None:
-            raise NotExportedError(f"Nothing was exported. On rank 0: {said[0]}") from self._error
-
-    def sent_to_first(
-        self, values: torch.Tensor | None, rank: int, numel: int, dtype: torch.dtype
-    ) -> torch.Tensor | None:
-        """A rank's values, on rank 0."""
-        if rank == 0 or self._group is None:
-            return values
-        if self.rank == rank:
-            assert values is not None
-            dist.send(values, dst=0, group=self._group)
-        if self.rank != 0:
-            return None
-        received = torch.empty(numel, dtype=dtype)
-        dist.recv(received, src=rank, group=self._group)
-        return received
-
-
-@contextmanager
-def _ranks() -> Iterator[_Ranks]:
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        yield _Ranks(None)
-        return
-    group = dist.new_group(backend="gloo")
-    try:
-        yield _Ranks(group)
-    finally:
-        dist.destroy_process_group(group)

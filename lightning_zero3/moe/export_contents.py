@@ -13,8 +13,8 @@ import torch
 
 from lightning_zero3.config import SetupError
 from lightning_zero3.listing import by_kind
-from lightning_zero3.moe.adapter_export import Outline, require_mergeable, require_restorable
-from lightning_zero3.moe.adapters import is_added
+from lightning_zero3.moe.adapter_export import ONLY, Outline, require_mergeable, require_restorable
+from lightning_zero3.moe.adapters import AdapterError, is_added
 from lightning_zero3.moe.boxes import Block, Ints
 from lightning_zero3.moe.safetensors_files import DTYPES, WeightFiles
 from lightning_zero3.moe.weight_names import FileNames, FilePart
@@ -154,6 +154,38 @@ def contents_of(model: Any, sources: list[Source], dtype: str, base: WeightFiles
         )
     contents.carried = sorted(others)
     return contents
+
+
+def contents_with(
+    outline: Outline | None,
+    adapters: str,
+    model: Any,
+    sources: list[Source],
+    dtype: str,
+    base: WeightFiles | None,
+    trained: Iterable[str],
+) -> Contents:
+    """What is written of a model that may have adapters.
+
+    Args:
+        outline: Of a model with adapters.
+        adapters: What of both is written.
+        model: The Hugging Face model.
+        sources: Its tensors.
+        dtype: The weights'.
+        base: The checkpoint that it was loaded from.
+        trained: Names of the tensors that are trained.
+
+    Raises:
+        SetupError: It can't be written like this.
+    """
+    if outline is None and adapters == ONLY:
+        raise AdapterError(f'adapters="only", and {type(model).__name__} has none of PEFT\'s. Leave it out.')
+    if outline is None:
+        return contents_of(model, sources, dtype, base)
+    if adapters == ONLY:
+        return adapter_contents(outline, sources, dtype, trained)
+    return merged_contents(outline, model, sources, dtype, base)
 
 
 def adapter_contents(outline: Outline, sources: list[Source], dtype: str, trained: Iterable[str]) -> Contents:

@@ -89,7 +89,7 @@ def check(ranks: Any, world: int, family: str, kind: str, sizes: Sizes, folder: 
     seen = ranks(world).run(trains, family, kind, sizes, str(folder))
     for each in seen:
         assert each["losses"] < BOUND, each
-        assert each["moved"] > 100 * BOUND
+        assert each["moved"] > 10 * BOUND
         assert each["stood still"] == each["changed though frozen"] == []
         assert each["adapters"]
         low, states, high = each["states"]
