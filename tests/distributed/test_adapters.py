@@ -183,7 +183,7 @@ def resumes(sizes: Sizes, other: Sizes, exclude: bool, folder: str) -> dict[str,
     return {"through": through.losses[2:], "again": again.losses, "elsewhere": elsewhere.losses}
 
 
-@pytest.mark.parametrize("exclude", [False, True])
+@pytest.mark.parametrize("exclude", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_fit_goes_on_to_the_bit_and_with_other_sizes(ranks, tmp_path, capsys, exclude):
     for seen in ranks(2).run(resumes, (2, None), (1, None), exclude, str(tmp_path)):
         assert seen["again"] == seen["through"]
