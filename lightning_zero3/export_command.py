@@ -22,6 +22,8 @@ def export(
     overwrite: bool = False,
     trust_checkpoint: bool = False,
     json: bool = False,
+    adapters: Literal["merge", "only"] = "merge",
+    adapter_config: str | None = None,
 ) -> int:
     """Write a checkpoint's weights as a Hugging Face folder: ``lightning-zero3 export CHECKPOINT OUT --config DIR``.
 
@@ -40,6 +42,9 @@ def export(
         overwrite: Replace an earlier export.
         trust_checkpoint: Run what the checkpoint's files hold beside plain values.
         json: Print one JSON object instead of a line.
+        adapters: Of a model with a LoRA of PEFT's: merge writes the model with it in its weights, only the adapter
+            alone, which PeftModel.from_pretrained loads.
+        adapter_config: An adapter_config.json, or a folder with one, for checkpoints that zero3_fast hasn't saved.
 
     Returns:
         0.
@@ -71,6 +76,8 @@ def export(
             copied_from=[each for each in given if not each.is_file()],
             overwrite=overwrite,
             trust=trust_checkpoint,
+            adapters=adapters,
+            adapter_config=None if adapter_config is None else _fields_of(adapter_config, "adapter_config.json"),
         )
     except (DamagedCheckpointError, UnfitCheckpointError, UntrustedCheckpointError) as error:
         raise SetupError(str(error).replace("trust_checkpoint=True to the strategy", "--trust_checkpoint")) from error
@@ -91,12 +98,20 @@ def model_of(path: str | Path) -> Any:
     """
     import torch
 
-    where = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
-    try:
-        fields = json_format.loads(where.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise SetupError(f"{where} can't be read: {getattr(error, 'strerror', None) or error}.") from error
-    config = config_of(fields, where)
+    where = _file(path, "config.json")
+    config = config_of(_fields_of(path, "config.json"), where)
     model_class = class_for(config, str(where))
     with torch.device("meta"):
         return model_class(config)
+
+
+def _file(path: str | Path, name: str) -> Path:
+    return Path(path) / name if Path(path).is_dir() else Path(path)
+
+
+def _fields_of(path: str | Path, name: str) -> Any:
+    where = _file(path, name)
+    try:
+        return json_format.loads(where.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SetupError(f"{where} can't be read: {getattr(error, 'strerror', None) or error}.") from error

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 
 from lightning_zero3.config import SetupError
 from lightning_zero3.moe import export
+from lightning_zero3.moe.adapter_export import MERGE, require_known
 from lightning_zero3.moe.export_contents import precision
 from lightning_zero3.moe.export_folder import require_free
 
@@ -27,6 +28,8 @@ class SaveHuggingFace(pl.Callback):
         max_shard_size: The most bytes of a file.
         base: The folder that the model was loaded from, whose other tensors, names and config are taken over.
         tokenizer: A folder whose tokenizer files are copied; by default ``base``.
+        adapters: Of a model with a LoRA of PEFT's: ``"merge"`` for the model with it in its weights, ``"only"`` for the
+            adapter alone, which ``PeftModel.from_pretrained`` loads.
 
     Raises:
         SetupError: An argument can't be used.
@@ -41,10 +44,12 @@ class SaveHuggingFace(pl.Callback):
         max_shard_size: int | str = "5GB",
         base: str | Path | None = None,
         tokenizer: str | Path | None = None,
+        adapters: str = MERGE,
     ) -> None:
         if every_n_train_steps is not None and every_n_train_steps < 1:
             raise SetupError(f"every_n_train_steps={every_n_train_steps}: 1 or more, or None for the fit's end alone.")
         precision(dtype)
+        require_known(adapters)
         export.require_folders(base, tokenizer)
         self.dirpath, self.every_n_train_steps = Path(dirpath), every_n_train_steps
         self._options: dict[str, Any] = {
@@ -52,6 +57,7 @@ class SaveHuggingFace(pl.Callback):
             "max_shard_size": max_shard_size,
             "base": base,
             "tokenizer": tokenizer,
+            "adapters": adapters,
         }
         self._last = -1
 

@@ -17,20 +17,23 @@ from typing import Any
 
 import torch
 
-from lightning_zero3.checkpoints import commit, judging, shards
+from lightning_zero3.checkpoints import commit, judging, layout_record, shards
 from lightning_zero3.checkpoints.manifest import DamagedCheckpointError
 from lightning_zero3.checkpoints.places import MODEL, OPTIMIZER, Place, UnfitCheckpointError, find
 from lightning_zero3.checkpoints.saved_layout import SavedLayout
 from lightning_zero3.checkpoints.shards import Shard
 from lightning_zero3.listing import first_few
+from lightning_zero3.moe.adapter_export import MERGE, ONLY, Outline, require_known
+from lightning_zero3.moe.adapters import Adapters, base_name, config_of, copied_from, from_record, is_added
 from lightning_zero3.moe.export import ExportReport, finish, require_folders, write_parts
-from lightning_zero3.moe.export_contents import Contents, contents_of, sources_of
+from lightning_zero3.moe.export_contents import Contents, contents_with, sources_of
 from lightning_zero3.moe.export_folder import ExportFolder, require_free
 from lightning_zero3.moe.safetensors_files import WeightFiles
 from lightning_zero3.moe.weight_names import LayerNames, held_tensors, of_layers
 from lightning_zero3.moe.weight_pieces import Held, Piece, covering
 
 _FILE = re.compile(rf"zero_pp_rank_(\d+)_mp_rank_(\d+){re.escape(MODEL)}")
+_ADAPTER = re.compile(r"\.lora_[A-Za-z_]+\.([^.]+)(?:\.weight)?$")
 _LISTED = 5
 
 
@@ -53,6 +56,8 @@ def export_checkpoint(
     copied_from: Sequence[Path] = (),
     overwrite: bool = False,
     trust: bool = False,
+    adapters: str = MERGE,
+    adapter_config: Mapping[str, Any] | None = None,
 ) -> ExportReport:
     """Write a checkpoint's weights as ``save_pretrained`` of Transformers' own model would.
 
@@ -66,6 +71,9 @@ def export_checkpoint(
         copied_from: Folders whose tokenizer files and generation_config.json are copied; the first that has one counts.
         overwrite: Whether an earlier export at the path is replaced.
         trust: Whether what is in the checkpoint's files may be run.
+        adapters: Of a model with a LoRA of PEFT's: ``"merge"`` for the model with it in its weights, ``"only"`` for the
+            adapter alone.
+        adapter_config: Fields of its adapter_config.json, where the checkpoint doesn't say them: stock's doesn't.
 
     Returns:
         What was written.
@@ -80,45 +88,100 @@ def export_checkpoint(
     began = time.perf_counter()
     require_folders(base, *copied_from)
     require_free(Path(out), overwrite=overwrite)
+    require_known(adapters)
     base_files = None if base is None else WeightFiles(base)
-    tensors = {name: (held.name, held.whole, tensor) for name, (tensor, held) in held_tensors(model).items()}
-    contents = contents_of(model, sources_of(tensors), dtype, base_files)
     place = find(commit.survivor(Path(checkpoint)))
-    held = _held(place, contents, model, trust)
-    plan = [
-        covering(output.source.names[0], output.source.shape, held[output.source.names[0]])
+    every = dict(_open(place, trust))
+    found = _adapters(place, every, adapter_config)
+    outline = None if found is None else Outline(model, found)
+    merging = outline if adapters == MERGE else None
+    tensors = _tensors(model, merging)
+    trained = [] if outline is None else _trained(next(iter(every.values())), {own[0] for own in tensors.values()})
+    contents = contents_with(outline, adapters, model, sources_of(tensors), dtype, base_files, trained)
+    held = _held(place, every, contents, model, merging)
+    plan = {
+        source.names[0]: covering(source.names[0], source.shape, held[source.names[0]])
         for output in contents.outputs
-    ]
-    folder = ExportFolder(Path(out), contents.tensors(base_files), max_shard_size, parameters=contents.parameters)
+        for source in output.sources
+    }
+    only = outline if adapters == ONLY else None
+    described = contents.tensors(base_files)
+    folder = ExportFolder(Path(out), described, max_shard_size, parameters=contents.parameters, outline=only)
     try:
-        for output, parts in zip(contents.outputs, plan, strict=True):
-            kept = parts[0].where.values.dtype
-            whole = torch.empty(output.source.shape, dtype=kept)
-            for each in parts:
-                each.piece.place(each.where.values, whole)
-            write_parts(folder, output, whole)
+        for output in contents.outputs:
+            values = {each.names[0]: _whole(each.shape, plan[each.names[0]]) for each in output.sources}
+            write_parts(folder, output, values, outline)
         folders = [*copied_from, *([] if base is None else [Path(base)])]
-        return finish(folder, model, contents, base_files, folders, dtype, began)
+        return finish(folder, model, contents, base_files, folders, dtype, began, outline)
     except BaseException:
         folder.abandon()
         raise
 
 
-def _held(place: Place, contents: Contents, model: Any, trust: bool) -> dict[str, list[Held[_Part]]]:
+def _whole(shape: Sequence[int], parts: Sequence[Held[_Part]]) -> torch.Tensor:
+    whole = torch.empty(tuple(shape), dtype=parts[0].where.values.dtype)
+    for each in parts:
+        each.piece.place(each.where.values, whole)
+    return whole
+
+
+def _adapters(place: Place, every: Mapping[Any, Shard], given: Mapping[str, Any] | None) -> Adapters | None:
+    """What the checkpoint says of adapters, or else the user."""
+    shard = next(iter(every.values()))
+    recorded = (shard.model.get(layout_record.SAVED) or {}).get(layout_record.ADAPTERS) or {}
+    names = [name for group in shard.model["param_shapes"] for name in group]
+    if len(recorded) > 1:
+        raise UnfitCheckpointError(f"{place.shards} holds several models with adapters: {', '.join(recorded)}.")
+    if recorded:
+        return from_record(next(iter(recorded.values())))
+    if given is not None:
+        owners = {match[1] for name in names if (match := _ADAPTER.search(name)) is not None}
+        if len(owners) != 1:
+            raise UnfitCheckpointError(f"{place.shards} has adapters {', '.join(sorted(owners)) or 'none'}, not one.")
+        return Adapters(dict.fromkeys(owners, config_of(given)), tuple(owners))
+    if any(map(is_added, names)):
+        raise UnfitCheckpointError(
+            f"{place.shards} has PEFT's adapters and doesn't say of which kind: it wasn't saved by zero3_fast. Give "
+            "--adapter_config, the adapter_config.json that LoraConfig(...).save_pretrained(folder) writes."
+        )
+    return None
+
+
+def _trained(shard: Shard, names: set[str]) -> list[str]:
+    """Those of a model's tensors that the checkpoint's run has trained."""
+    layers = LayerNames.like(names)
+    theirs = {base_name(of_layers(name, layers)[0]) for group in shard.model["param_shapes"] for name in group}
+    return [name for name in names if any(each == name or each.endswith(f".{name}") for each in theirs)]
+
+
+def _tensors(model: Any, merging: Outline | None) -> dict[str, Any]:
+    """Transformers' tensors by the names that the checkpoint's are found by."""
+    tensors = {}
+    for own, (tensor, held) in held_tensors(model).items():
+        name = held.name if merging is None else merging.name_merged(held.name, own)
+        if name is not None:
+            tensors[own] = name, held.whole, tensor
+    return tensors
+
+
+def _held(
+    place: Place, every: dict[tuple[int, int], Shard], contents: Contents, model: Any, merging: Outline | None
+) -> dict[str, list[Held[_Part]]]:
     """All that the files hold of each tensor, by its first name."""
-    every = dict(_open(place, trust))
-    shapes = {name: output.source.shape for output in contents.outputs for name in output.source.names}
-    first = {name: output.source.names[0] for output in contents.outputs for name in output.source.names}
+    sources = [source for output in contents.outputs for source in output.sources]
+    shapes = {name: source.shape for source in sources for name in source.names}
+    first = {name: source.names[0] for source in sources for name in source.names}
     layers = LayerNames.like(shapes)
     with judging.as_known(place.shards):
         layout = SavedLayout(every, place.shards)
         buffers = {name for shard in every.values() for name in shard.model.get("buffer_names") or ()}
-        known = {of_layers(name, layers)[0] for name in (*layout.names, *buffers)}
+        called = _Called(layers, merging)
+        known = {called(name)[0] for name in (*layout.names, *buffers)}
         prefix = _prefix(known, shapes, place, type(model).__name__)
         found: dict[str, list[Held[_Part]]] = defaultdict(list)
         for rank in every:
             for name, local, start, values in layout.parameters(rank):
-                theirs, expert = of_layers(name, layers)
+                theirs, expert = called(name)
                 theirs = theirs.removeprefix(prefix) if theirs.startswith(prefix) else ""
                 if theirs not in shapes:
                     continue
@@ -127,19 +190,37 @@ def _held(place: Place, contents: Contents, model: Any, trust: bool) -> dict[str
                 piece = Piece(tuple(local), min(start, stop), stop, blocks)
                 found[first[theirs]].append(Held(_Part(piece, values), piece))
             for name, values in layout.buffers(rank):
-                theirs = of_layers(name, layers)[0]
+                theirs = called(name)[0]
                 theirs = theirs.removeprefix(prefix) if theirs.startswith(prefix) else ""
                 if theirs in shapes:
                     shape = tuple(values.shape)
                     piece = Piece(shape, 0, values.numel(), layout.whole(name, shape, shapes[theirs]))
                     found[first[theirs]].append(Held(_Part(piece, values.reshape(-1)), piece))
-    missing = [output.source.names[0] for output in contents.outputs if not found[output.source.names[0]]]
+    missing = [source.names[0] for source in sources if not found[source.names[0]]]
     if missing:
         raise UnfitCheckpointError(
             f"{place.shards} isn't of this {type(model).__name__}, or was saved without frozen parameters. It lacks "
             f"{first_few(missing)}."
+            + (" Of an adapter that was saved alone, --adapters only writes all." if merging is not None else "")
         )
     return found
+
+
+@dataclass(frozen=True)
+class _Called:
+    """What Transformers' model calls a checkpoint's tensor, with all that is before the model's name."""
+
+    layers: LayerNames
+    merging: Outline | None
+
+    def __call__(self, name: str) -> tuple[str, str | None]:
+        theirs, expert = of_layers(name, self.layers)
+        if self.merging is None:
+            return base_name(theirs), expert
+        # The name in the model isn't known yet, and what is before it doesn't matter.
+        if (original := copied_from(theirs, self.merging.name)) is not None:
+            return original, expert
+        return (theirs if self.merging.has_copy(theirs) else base_name(theirs)), expert
 
 
 def _prefix(known: set[str], shapes: Mapping[str, Any], place: Place, model: str) -> str:

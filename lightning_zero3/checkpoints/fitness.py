@@ -300,8 +300,10 @@ def require_same_names(module: nn.Module, shard: Shard, left_out: list[str]) -> 
             )
     if any(_reads_in_its_own_way(each) for each in module.modules()):
         return
-    trained = {name for group in shard.model["param_shapes"] for name in group}
-    missing = [name for name in own if name not in saved and name not in left_out and name not in trained]
+    # Experts aren't among the weights by name, but in each rank's parts of what is trained, and of what is frozen.
+    parts = {name for group in shard.model["param_shapes"] for name in group}
+    parts |= set(shard.model.get("frozen_param_shapes") or {})
+    missing = [name for name in own if name not in saved and name not in left_out and name not in parts]
     unexpected = [name for name in saved if name not in own]
     if missing or unexpected:
         raise UnfitCheckpointError(

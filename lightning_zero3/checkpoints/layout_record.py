@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_zero3.checkpoints import frozen_experts
 from lightning_zero3.config import SetupError
+from lightning_zero3.moe.adapters import adapters_of, plain_record
 from lightning_zero3.moe.boxes import Block, Ints
 from lightning_zero3.moe.hugging_face import find_models
 from lightning_zero3.moe.own_part import range_of
@@ -23,6 +25,8 @@ from lightning_zero3.topology import Topology
 
 # Among the entries of a model file that aren't DeepSpeed's.
 SAVED = "lightning_zero3_layout"
+# In it: path of a model → its adapters.
+ADAPTERS = "adapters"
 
 
 @dataclass(frozen=True)
@@ -83,11 +87,14 @@ def record(module: nn.Module, layout: Topology) -> dict[str, Any]:
         module: The root module.
         layout: The run's layout.
     """
-    sizes = {
+    sizes: dict[str, Any] = {
         "ranks": layout.world_size,
         "expert_parallel_size": layout.expert_parallel_size,
         "tensor_parallel_size": layout.tensor_parallel_size,
     }
+    for path, model in find_models(module, lambda _: True)[0]:
+        if (adapters := adapters_of(model)) is not None:
+            sizes.setdefault(ADAPTERS, {})[path] = plain_record(adapters)
     try:
         ranges = ranges_of(module)
     except SetupError as error:
@@ -141,6 +148,7 @@ def keep_in_checkpoints(engine: Any, layout: Topology) -> None:
         alive = reference()
         assert alive is not None
         state = {**(client_state or {}), SAVED: record(alive.module, layout)}
-        return type(alive).save_checkpoint(alive, save_dir, tag, state, *rest, **named)
+        with frozen_experts.saved_as_other_weights(alive):
+            return type(alive).save_checkpoint(alive, save_dir, tag, state, *rest, **named)
 
     engine.save_checkpoint = save_checkpoint

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from lightning_zero3.checkpoints import layout_record
 from lightning_zero3.checkpoints.manifest import DamagedCheckpointError
 from lightning_zero3.checkpoints.places import UnfitCheckpointError
 from lightning_zero3.checkpoints.shards import Shard
@@ -82,9 +83,19 @@ class SavedLayout:
                 offset += size
         fragments = shard.model.get("frozen_param_fragments") or {}
         for name, shape in (shard.model.get("frozen_param_shapes") or {}).items():
+            if name not in fragments:
+                continue  # saved with exclude_frozen_parameters
             values = fragments[name].reshape(-1)
-            _, index = self._partition(rank, None, {name: shape}, values.numel())
-            yield name, tuple(shape), values.numel() * index, values
+            start = self._recorded(rank, name)
+            if start is None:
+                _, index = self._partition(rank, None, {name: shape}, values.numel())
+                start = values.numel() * index
+            yield name, tuple(shape), start, values
+
+    def _recorded(self, rank: Rank, name: str) -> int | None:
+        """Where a rank's part of a parameter begins, if the checkpoint says so: of frozen experts nothing else does."""
+        ranges = (self._shards[rank].model.get(layout_record.SAVED) or {}).get("ranges") or {}
+        return int(ranges[name][4]) if name in ranges else None
 
     def buffers(self, rank: Rank) -> Iterator[tuple[str, torch.Tensor]]:
         """A rank's buffers.

@@ -19,6 +19,7 @@ from torch import nn
 
 from lightning_zero3.capabilities.limits import OUTPUT_RECORDERS
 from lightning_zero3.config import SetupError
+from lightning_zero3.moe import expert_adapters
 from lightning_zero3.moe.hugging_face import find_models, model_type
 from lightning_zero3.moe.output_recorders import as_transformers_records, movable_recorders, recorders_can_be_moved
 from lightning_zero3.moe.presets import UnsupportedModelError, resolve_preset
@@ -124,14 +125,19 @@ def check_layers(target: ExpertParallelTarget, section: Mapping[str, Any], topol
         UnsupportedModelError: The preset doesn't work with the installed Transformers, or its router lacks something.
         NoMoELayerError: The parser finds none.
         SetupError: The number of experts isn't divisible by the expert parallel size.
+        AdapterError: PEFT's adapters are where AutoEP can't take them along.
     """
     from deepspeed.module_inject.auto_ep import AutoEP
     from deepspeed.module_inject.auto_ep_config import parse_autoep_config
+    from deepspeed.module_inject.auto_ep_presets.registry import get_preset
 
     where = f"{target.path or 'the module'} ({type(target.module).__name__})"
+    preset = get_preset(target.preset)
+    expert_adapters.check(target.module, preset, where, slices=topology.tensor_parallel_size)
     parser = AutoEP(target.module, parse_autoep_config({**section, **settings(target, section)}))
     try:
-        layers = parser.ep_parser()
+        with expert_adapters.laid_bare(target.module, preset):
+            layers = parser.ep_parser()
     except ValueError as error:
         if "no MoE layers detected" not in str(error):
             raise
@@ -234,8 +240,9 @@ def auto_ep_on(target: ExpertParallelTarget) -> Iterator[None]:
     a nested model.
     """
     from deepspeed.module_inject import auto_ep
+    from deepspeed.module_inject.auto_ep_presets.registry import get_preset
 
-    upstream = auto_ep.AutoEP
+    upstream, preset = auto_ep.AutoEP, get_preset(target.preset)
 
     class NestedAutoEP(upstream):  # type: ignore[misc, valid-type]
         """AutoEP that is given the nested model and its config."""
@@ -247,13 +254,16 @@ def auto_ep_on(target: ExpertParallelTarget) -> Iterator[None]:
             """The layers to replace, recorded as Transformers records its own; none in a module that has been here."""
             if already_replaced(target.module):
                 return []
-            return as_transformers_records(super().ep_parser(), target.module)
+            with expert_adapters.laid_bare(target.module, preset):
+                return as_transformers_records(super().ep_parser(), target.module)
 
         def replace_moe_layers(self, specs: list[Any], *arguments: Any, **named: Any) -> Any:
             """Replace layers, and have their routers compute as Transformers' own."""
-            in_fp32 = routers_in_fp32(specs, target.module)
-            replaced = super().replace_moe_layers(specs, *arguments, **named)
+            with expert_adapters.laid_bare(target.module, preset) as adapters:
+                in_fp32 = routers_in_fp32(specs, target.module)
+                replaced = super().replace_moe_layers(specs, *arguments, **named)
             compute_in_fp32(target.module, in_fp32)
+            expert_adapters.put_beside(target.module, preset, adapters)
             return replaced
 
     with substituted(auto_ep, "AutoEP", NestedAutoEP), movable_recorders(target.preset):

@@ -8,9 +8,8 @@ DeepSpeed's own export refuses experts that are shared out; Transformers' would 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,19 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import distributed as dist
 from torch import nn
 
-from lightning_zero3.agreement import exchanged
 from lightning_zero3.config import SetupError
-from lightning_zero3.moe.export_contents import Contents, Output, contents_of, precision, sources_of
+from lightning_zero3.moe.adapter_export import MERGE, ONLY, Outline, outline_of, require_known
+from lightning_zero3.moe.adapters import AdapterError, adapters_of, is_wrapper
+from lightning_zero3.moe.export_contents import (
+    Contents,
+    Output,
+    Source,
+    contents_with,
+    precision,
+    sources_of,
+)
 from lightning_zero3.moe.export_folder import ExportFolder, NotExportedError, architecture_of, require_free
+from lightning_zero3.moe.export_ranks import Ranks, ranks_together
 from lightning_zero3.moe.hugging_face import find_models
 from lightning_zero3.moe.own_part import own_values, range_of, require_readable
 from lightning_zero3.moe.safetensors_files import WeightFiles
@@ -78,6 +86,7 @@ def save_pretrained(
     base: str | Path | None = None,
     tokenizer: str | Path | None = None,
     overwrite: bool = False,
+    adapters: str = MERGE,
 ) -> ExportReport | None:
     """Write a model as ``save_pretrained`` of Transformers' own would, from all ranks; call it on all of them.
 
@@ -92,6 +101,8 @@ def save_pretrained(
             it the model's own class is written, for a composite checkpoint's text model the text model alone.
         tokenizer: A folder whose tokenizer files, and generation_config.json, are copied; by default ``base``.
         overwrite: Whether an earlier export at the path is replaced.
+        adapters: Of a model with a LoRA of PEFT's: ``"merge"`` for the model with it in its weights, ``"only"`` for the
+            adapter alone, which ``PeftModel.from_pretrained`` loads.
 
     Returns:
         What was written, on rank 0; None elsewhere.
@@ -101,23 +112,24 @@ def save_pretrained(
         NotExportedError: Writing has failed; on all ranks.
     """
     began = time.perf_counter()
-    with outside_zero_init(), _ranks() as ranks:
-        mine = ranks.agreed(lambda: _look(module, Path(path), dtype, base, tokenizer, overwrite))
+    with outside_zero_init(), ranks_together() as ranks:
+        mine = ranks.agreed(lambda: _look(module, Path(path), dtype, base, tokenizer, overwrite, adapters))
         everywhere = ranks.gathered(mine.pieces)
         base_files = None if base is None else WeightFiles(base)
         plan = ranks.from_first(
             lambda: {
-                output.source.names[0]: covering(
-                    output.source.names[0],
-                    output.source.shape,
+                source.names[0]: covering(
+                    source.names[0],
+                    source.shape,
                     [
                         Held((rank, name), piece)
                         for rank, theirs in enumerate(everywhere)
-                        for each in output.source.names
+                        for each in source.names
                         for name, piece in theirs.get(each, {}).items()
                     ],
                 )
                 for output in mine.contents.outputs
+                for source in output.sources
             }
         )
         folders = [Path(each) for each in (tokenizer, base) if each is not None]
@@ -131,17 +143,20 @@ def save_pretrained(
                         mine.contents.tensors(base_files),
                         max_shard_size,
                         parameters=mine.contents.parameters,
+                        outline=mine.outline if adapters == ONLY else None,
                     )
             for output in mine.contents.outputs:
                 ranks.go_on()
-                whole = _assemble(output, plan[output.source.names[0]], mine.tensors, ranks)
+                whole = {
+                    each.names[0]: _assemble(each, plan[each.names[0]], mine.tensors, ranks) for each in output.sources
+                }
                 with ranks.noted():
-                    if folder is not None and whole is not None:
-                        write_parts(folder, output, whole)
+                    if folder is not None:
+                        write_parts(folder, output, {n: v for n, v in whole.items() if v is not None}, mine.outline)
             ranks.go_on()
             with ranks.noted():
                 if folder is not None:
-                    report = finish(folder, mine.model, mine.contents, base_files, folders, dtype, began)
+                    report = finish(folder, mine.model, mine.contents, base_files, folders, dtype, began, mine.outline)
             ranks.go_on()
         except BaseException:
             if folder is not None:
@@ -157,6 +172,7 @@ class _Mine:
     """What this rank holds: Transformers' name → the model's own name → piece; and the tensors by the model's names."""
 
     model: Any
+    outline: Outline | None
     contents: Contents
     pieces: dict[str, dict[str, Piece]]
     tensors: dict[str, torch.Tensor]
@@ -169,6 +185,7 @@ def _look(
     base: str | Path | None,
     tokenizer: str | Path | None,
     overwrite: bool,
+    adapters: str,
 ) -> _Mine:
     found, _ = find_models(module, lambda _: True)
     if len(found) != 1:
@@ -180,15 +197,39 @@ def _look(
         require_free(path, overwrite=overwrite)
     require_folders(tokenizer)
     model: Any = found[0][1]
-    held_by_name = held_tensors(model)
+    outline = _outline(module, model, adapters)
+    held_by_name = _called(held_tensors(model), outline if adapters == MERGE else None)
     sources = sources_of({name: (held.name, held.whole, t) for name, (t, held) in held_by_name.items()})
-    contents = contents_of(model, sources, dtype, None if base is None else WeightFiles(base))
+    base_files = None if base is None else WeightFiles(base)
+    trained = [held.name for t, held in held_by_name.values() if t.requires_grad]
+    contents = contents_with(outline, adapters, model, sources, dtype, base_files, trained)
     pieces: dict[str, dict[str, Piece]] = {}
     for name, (tensor, held) in held_by_name.items():
         part = range_of(tensor)
         require_readable(tensor, masters=precision(dtype) == torch.float32)
         pieces.setdefault(held.name, {})[name] = Piece(part.shape, part.start, part.stop, held.blocks)
-    return _Mine(model, contents, pieces, {name: tensor for name, (tensor, _) in held_by_name.items()})
+    return _Mine(model, outline, contents, pieces, {name: tensor for name, (tensor, _) in held_by_name.items()})
+
+
+def _outline(module: nn.Module, model: Any, adapters: str) -> Outline | None:
+    require_known(adapters)
+    found = adapters_of(model)
+    if found is not None:
+        return outline_of(model, found)
+    if any(map(is_wrapper, module.modules())):
+        raise AdapterError(
+            f"{type(module).__name__} has an adapter of PEFT's that isn't in the model's layers, such as a prompt. "
+            "LoRA is exported; pass the model inside it to export that alone."
+        )
+    return None
+
+
+def _called(held: dict[str, Any], outline: Outline | None) -> dict[str, Any]:
+    """What a rank holds, a copy that PEFT has trained by the name of what it stands in for."""
+    if outline is None:
+        return held
+    named = {own: outline.name_merged(each.name, own) for own, (_, each) in held.items()}
+    return {own: (held[own][0], replace(held[own][1], name=name)) for own, name in named.items() if name is not None}
 
 
 def require_folders(*paths: str | Path | None) -> None:
@@ -206,12 +247,12 @@ def require_folders(*paths: str | Path | None) -> None:
 
 
 def _assemble(
-    output: Output, held: Sequence[Held[tuple[int, str]]], tensors: Mapping[str, torch.Tensor], ranks: _Ranks
+    source: Source, held: Sequence[Held[tuple[int, str]]], tensors: Mapping[str, torch.Tensor], ranks: Ranks
 ) -> torch.Tensor | None:
     """On rank 0 the whole tensor; elsewhere None, when what this rank holds is sent."""
-    kept = output.source.dtype
+    kept = source.dtype
     carried = torch.float32 if kept.is_floating_point and kept != torch.float64 else kept
-    whole = torch.empty(output.source.shape, dtype=carried) if ranks.rank == 0 else None
+    whole = torch.empty(source.shape, dtype=carried) if ranks.rank == 0 else None
     for each in held:
         rank, name = each.where
         values = None
@@ -224,14 +265,21 @@ def _assemble(
     return whole
 
 
-def write_parts(folder: ExportFolder, output: Output, whole: torch.Tensor) -> None:
+def write_parts(
+    folder: ExportFolder, output: Output, values: dict[str, torch.Tensor], outline: Outline | None = None
+) -> None:
     """Cut a tensor of Transformers' model into those that files have, and write them.
 
     Args:
         folder: Where to.
         output: What it is called there.
-        whole: The tensor.
+        values: The tensor, and an adapter's that are merged into it first; by name.
+        outline: Of a model with adapters.
     """
+    name = output.source.names[0]
+    whole = values.pop(name)
+    if outline is not None and output.added:
+        whole = outline.merged(name, whole, values)
     for part in output.parts:
         box = tuple(slice(b, b + n) for b, n in zip(part.block.here, part.block.size, strict=True))
         folder.add(part.name, whole[box])
@@ -245,6 +293,7 @@ def finish(
     folders: Sequence[Path],
     dtype: str,
     began: float,
+    outline: Outline | None = None,
 ) -> ExportReport:
     """Write what isn't the model's own, and give the folder its name.
 
@@ -256,6 +305,7 @@ def finish(
         folders: Where tokenizer and generation config may be.
         dtype: The weights'.
         began: When, by ``time.perf_counter``.
+        outline: Of a model with adapters.
     """
     if base is not None:
         for name in contents.carried:
@@ -275,105 +325,20 @@ def finish(
         dtype=dtype,
         architecture=written,
         carried=tuple(contents.carried),
-        notes=_notes(model, base),
+        notes=_notes(model, base, contents, outline),
         seconds=time.perf_counter() - began,
     )
 
 
-def _notes(model: Any, base: WeightFiles | None) -> tuple[str, ...]:
+def _notes(model: Any, base: WeightFiles | None, contents: Contents, outline: Outline | None) -> tuple[str, ...]:
     kind = str(model.config.model_type)
+    if outline is not None:
+        merged = sum(bool(output.added) for output in contents.outputs)
+        of = f"the adapter {outline.name!r}"
+        return (f"{of}, merged into {merged} weights" if merged else f"{of} alone, for PeftModel.from_pretrained",)
     if base is None and kind.endswith("_text"):
         return (
             f"the text model alone, as {architecture_of(model)} ({kind}): give base=DIR for the checkpoint that it "
             "came from, with its other parts",
         )
     return ()
-
-
-class _Ranks:
-    """All ranks, who tell each other over gloo: masters may be on the host, and no device memory is needed."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-        self.rank, self._size = (0, 1) if group is None else (dist.get_rank(), dist.get_world_size())
-        self._error: Exception | None = None
-
-    def agreed(self, look: Callable[[], Any]) -> Any:
-        """What it returns, or on all ranks an error, where one has one."""
-        result: list[Any] = []
-
-        def keep() -> None:
-            result.append(look())
-
-        if self._group is None:
-            keep()
-        else:
-            for rank, (_, told) in enumerate(exchanged(keep, self._group)):
-                if told is not None:
-                    raise SetupError(f"Rank {rank} can't export, so no rank does. It says: {told[1]}")
-        return result[0]
-
-    def gathered(self, mine: Any) -> list[Any]:
-        """Everybody's, on rank 0; elsewhere nothing."""
-        if self._group is None:
-            return [mine]
-        everywhere: list[Any] | None = [None] * self._size if self.rank == 0 else None
-        dist.gather_object(mine, everywhere, dst=0, group=self._group)
-        return everywhere or []
-
-    def from_first(self, make: Callable[[], Any]) -> Any:
-        """What rank 0 makes, or its error."""
-        with self.noted():
-            made = [make() if self.rank == 0 else None]
-        self.go_on()
-        if self._group is not None:
-            dist.broadcast_object_list(made, src=0, group=self._group)
-        return made[0]
-
-    @contextmanager
-    def noted(self) -> Iterator[None]:
-        """Keep an error of rank 0's for :meth:`go_on`: the others are about to send."""
-        try:
-            yield
-        except Exception as error:
-            self._error = error
-
-    def go_on(self) -> None:
-        """Raise on all ranks what has failed on rank 0."""
-        said = [None if self._error is None else f"{type(self._error).__name__}: {self._error}"]
-        if self._group is not None:
-            failed = torch.tensor([float(self._error is not None)])
-            dist.broadcast(failed, src=0, group=self._group)
-            if failed.item():
-                dist.broadcast_object_list(said, src=0, group=self._group)
-        if self._error is not None and (isinstance(self._error, SetupError) or self._size == 1):
-            raise self._error
-        if said[0] is not None:
-            raise NotExportedError(f"Nothing was exported. On rank 0: {said[0]}") from self._error
-
-    def sent_to_first(
-        self, values: torch.Tensor | None, rank: int, numel: int, dtype: torch.dtype
-    ) -> torch.Tensor | None:
-        """A rank's values, on rank 0."""
-        if rank == 0 or self._group is None:
-            return values
-        if self.rank == rank:
-            assert values is not None
-            dist.send(values, dst=0, group=self._group)
-        if self.rank != 0:
-            return None
-        received = torch.empty(numel, dtype=dtype)
-        dist.recv(received, src=rank, group=self._group)
-        return received
-
-
-@contextmanager
-def _ranks() -> Iterator[_Ranks]:
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        yield _Ranks(None)
-        return
-    group = dist.new_group(backend="gloo")
-    try:
-        yield _Ranks(group)
-    finally:
-        dist.destroy_process_group(group)

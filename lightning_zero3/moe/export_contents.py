@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from lightning_zero3.config import SetupError
 from lightning_zero3.listing import by_kind
+from lightning_zero3.moe.adapter_export import ONLY, Outline, require_mergeable, require_restorable
+from lightning_zero3.moe.adapters import AdapterError, is_added
 from lightning_zero3.moe.boxes import Block, Ints
+from lightning_zero3.moe.file_names import FileNames, FilePart
 from lightning_zero3.moe.safetensors_files import DTYPES, WeightFiles
-from lightning_zero3.moe.weight_names import FileNames, FilePart
 from lightning_zero3.moe.weight_plan import UnfitWeightsError
 
 # What `dtype` may be.
@@ -47,11 +49,18 @@ class Output:
         source: The tensor.
         dtype: Its elements' in the files.
         parts: The files' tensors that are made of it.
+        added: An adapter's tensors, to be merged into it first.
     """
 
     source: Source
     dtype: torch.dtype
     parts: tuple[FilePart, ...]
+    added: tuple[Source, ...] = ()
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """Every tensor of the model that it takes."""
+        return (self.source, *self.added)
 
 
 @dataclass
@@ -144,6 +153,89 @@ def contents_of(model: Any, sources: list[Source], dtype: str, base: WeightFiles
             "written. Give the folder that the model was loaded from, or leave base out."
         )
     contents.carried = sorted(others)
+    return contents
+
+
+def contents_with(
+    outline: Outline | None,
+    adapters: str,
+    model: Any,
+    sources: list[Source],
+    dtype: str,
+    base: WeightFiles | None,
+    trained: Iterable[str],
+) -> Contents:
+    """What is written of a model that may have adapters.
+
+    Args:
+        outline: Of a model with adapters.
+        adapters: What of both is written.
+        model: The Hugging Face model.
+        sources: Its tensors.
+        dtype: The weights'.
+        base: The checkpoint that it was loaded from.
+        trained: Names of the tensors that are trained.
+
+    Raises:
+        SetupError: It can't be written like this.
+    """
+    if outline is None and adapters == ONLY:
+        raise AdapterError(f'adapters="only", and {type(model).__name__} has none of PEFT\'s. Leave it out.')
+    if outline is None:
+        return contents_of(model, sources, dtype, base)
+    if adapters == ONLY:
+        return adapter_contents(outline, sources, dtype, trained)
+    return merged_contents(outline, model, sources, dtype, base)
+
+
+def adapter_contents(outline: Outline, sources: list[Source], dtype: str, trained: Iterable[str]) -> Contents:
+    """Name what is written of a model whose adapter alone is, as PEFT's ``save_pretrained`` would.
+
+    Args:
+        outline: Of the model.
+        sources: Its tensors.
+        dtype: A name in :data:`PRECISIONS`.
+        trained: Names of the tensors that are trained.
+
+    Raises:
+        AdapterError: The adapter needs base weights that nobody else has.
+        SetupError: There is no such precision.
+    """
+    require_restorable(outline, trained)
+    of_name = {name: source for source in sources for name in source.names}
+    outputs = []
+    for saved, name in outline.saved_names().items():
+        shape = of_name[name].shape
+        source = Source((name,), shape, of_name[name].dtype, of_name[name].is_buffer)
+        outputs.append(Output(source, precision(dtype), (FilePart(saved, Block.of_all(shape), shape),)))
+    return Contents(outputs)
+
+
+def merged_contents(
+    outline: Outline, model: Any, sources: list[Source], dtype: str, base: WeightFiles | None = None
+) -> Contents:
+    """:func:`contents_of` a model whose adapter is merged into its weights.
+
+    Args:
+        outline: Of the model.
+        model: The Hugging Face model.
+        sources: Its tensors, called by :meth:`Outline.name_merged`.
+        dtype: A name in :data:`PRECISIONS`.
+        base: The checkpoint that the model was loaded from.
+
+    Raises:
+        AdapterError: The adapter can't be merged.
+        SetupError: As :func:`contents_of`.
+    """
+    require_mergeable(outline)
+    added = {source.names[0]: source for source in sources if is_added(source.names[0])}
+    plain = [source for source in sources if source.names[0] not in added]
+    outline.require_untied(source.names for source in plain if len(source.names) > 1)
+    contents = contents_of(model, plain, dtype, base)
+    contents.outputs = [
+        replace(output, added=tuple(added[name] for name in outline.added_to(output.source.names[0])))
+        for output in contents.outputs
+    ]
     return contents
 
 

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import shutil
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from lightning_zero3.config import SetupError
+from lightning_zero3.moe import adapter_export
 from lightning_zero3.moe.boxes import Ints
 from lightning_zero3.moe.safetensors_files import INDEX, SINGLE
 
@@ -47,7 +49,8 @@ def require_free(path: Path, *, overwrite: bool) -> None:
     """
     if not os.path.lexists(path) or (path.is_dir() and not any(path.iterdir())):
         return
-    if not (path.is_dir() and not path.is_symlink() and (path / CONFIG).is_file()):
+    known = any((path / each).is_file() for each in (CONFIG, adapter_export.CONFIG))
+    if not (path.is_dir() and not path.is_symlink() and known):
         raise NotExportedError(f"{path} is there, and is no Hugging Face folder: give another path, or remove it.")
     if not overwrite:
         raise NotExportedError(f"{path} is there and isn't empty: give another path, or overwrite.")
@@ -63,6 +66,7 @@ class ExportFolder:
         tensors: Name → shape and dtype of everything that will be written, in the order in which it will come.
         max_shard_size: The most bytes of a file, such as ``"5GB"``. A single larger tensor has a file of its own.
         parameters: Number of the model's parameters, for the index.
+        outline: Of a model whose adapter alone is written, in PEFT's format: one file, whatever its size.
 
     Raises:
         NotExportedError: The folder can't be made.
@@ -76,15 +80,20 @@ class ExportFolder:
         max_shard_size: int | str = "5GB",
         *,
         parameters: int,
+        outline: adapter_export.Outline | None = None,
     ) -> None:
         from huggingface_hub import split_torch_state_dict_into_shards
 
         described = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in tensors.items()}
         try:
             split = split_torch_state_dict_into_shards(described, max_shard_size=max_shard_size)
+            if outline is not None:
+                whole = sys.maxsize
+                pattern = f"{adapter_export.FILE}{{suffix}}.safetensors"
+                split = split_torch_state_dict_into_shards(described, filename_pattern=pattern, max_shard_size=whole)
         except ValueError as error:
             raise SetupError(f"max_shard_size={max_shard_size!r}: a number of bytes, or a size as '5GB'.") from error
-        self.path, self._tensors, self._parameters = path, dict(tensors), parameters
+        self.path, self._tensors, self._parameters, self._outline = path, dict(tensors), parameters, outline
         self.files = dict(split.filename_to_tensors)
         self._file_of = {name: file for file, names in self.files.items() for name in names}
         self._waiting: dict[str, dict[str, torch.Tensor]] = {}
@@ -120,7 +129,7 @@ class ExportFolder:
             OSError: It can't be written.
         """
         assert not self._waiting
-        if list(self.files) != [SINGLE]:
+        if list(self.files) != [SINGLE] and self._outline is None:
             index = {
                 "metadata": {
                     "total_parameters": self._parameters,
@@ -145,7 +154,7 @@ class ExportFolder:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def write_configs(self, model: Any, dtype: torch.dtype, base: Path | None, copied_from: Iterable[Path]) -> None:
-        """Write config.json and generation_config.json, and copy a tokenizer's files.
+        """Write config.json and generation_config.json, or adapter_config.json, and copy a tokenizer's files.
 
         Args:
             model: The Hugging Face model.
@@ -154,7 +163,9 @@ class ExportFolder:
             copied_from: Folders with a tokenizer's files and generation_config.json; the first that has one counts.
         """
         name = str(dtype).removeprefix("torch.")
-        if base is not None:
+        if self._outline is not None:
+            self._outline.write_config(self.folder, base)
+        elif base is not None:
             fields = json.loads((base / CONFIG).read_text(encoding="utf-8"))
             _rename_dtype(fields, name)
             (self.folder / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
@@ -165,7 +176,7 @@ class ExportFolder:
             if model.can_generate() and getattr(model, "generation_config", None) is not None:
                 model.generation_config.save_pretrained(self.folder)
         for folder in reversed(list(copied_from)):
-            for each in (*TOKENIZER_FILES, GENERATION):
+            for each in (*TOKENIZER_FILES, *([GENERATION] if self._outline is None else [])):
                 if (folder / each).is_file():
                     shutil.copyfile(folder / each, self.folder / each)
 

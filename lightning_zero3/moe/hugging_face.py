@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from lightning_zero3.moe.adapters import is_wrapper
+
 Found = list[tuple[str, nn.Module]]
 
 
@@ -17,8 +19,11 @@ def model_type(module: nn.Module) -> str:
 
 
 def is_model(module: nn.Module) -> bool:
-    """Whether a module is a Hugging Face model; a LightningModule may carry the config of the one that it holds."""
-    return hasattr(module, "save_pretrained") and hasattr(module.config, "model_type")
+    """Whether a module is a Hugging Face model; a LightningModule may carry the config of the one that it holds.
+
+    PEFT's wrappers answer for the model inside them, and aren't one.
+    """
+    return not is_wrapper(module) and hasattr(module, "save_pretrained") and hasattr(module.config, "model_type")
 
 
 def find_models(root: nn.Module, suits: Callable[[nn.Module], bool]) -> tuple[Found, Found]:

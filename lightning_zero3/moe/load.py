@@ -35,7 +35,8 @@ class LoadReport:
 
     Args:
         loaded: The model's names of the tensors that were filled.
-        kept: Names of those that the files lack and ``allow_missing`` names; they are as they were.
+        kept: Names of those that the files lack and ``allow_missing`` names, and of PEFT's adapters; they are as they
+            were.
         skipped: Why → names of tensors in the files that were left alone.
         bytes_read: Bytes of weights that this rank has read. Headers aren't counted; the system reads whole pages.
         bytes_stored: Bytes of the files' tensors that the model is made of.

@@ -8,6 +8,7 @@ have a whole model's values, so that users write what they would write anyway.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -38,7 +39,8 @@ def sharded_build(config: Mapping[str, Any], remote_device: str | None = None) -
 
     With a seed, ``PreTrainedModel`` constructors and ``from_config`` give the values of the same call without
     partitions, drawn in the dtype of that call and then cast to the run's. ``from_pretrained`` gives the checkpoint's.
-    No rank holds more than its partitions and one module with its direct children.
+    No rank holds more than its partitions and one module with its direct children, and PEFT's adapters, which the
+    engine partitions.
 
     Upstream symbols: ``deepspeed.zero.Init`` (its argument ``tensor_overrides``, and ``_zero_init_param``, which is
     overridden; 0.19.7, 0.19.8); ``PreTrainedModel.init_weights``, ``_from_config`` and ``from_pretrained``,
@@ -56,7 +58,11 @@ def sharded_build(config: Mapping[str, Any], remote_device: str | None = None) -
     from transformers.utils import is_accelerate_available
 
     class PartitionedBuild(zero.Init):  # type: ignore[misc]
-        """``zero.Init`` that leaves all tensors but parameters as they are made."""
+        """``zero.Init`` that leaves all tensors but parameters as they are made, and PEFT's adapters whole."""
+
+        def _post_init_method(self, module: nn.Module) -> None:
+            if not _built_by_peft():
+                super()._post_init_method(module)
 
         def _zero_init_param(self, parameter: nn.Parameter) -> None:
             if parameter.is_floating_point() and parameter.dtype != self.dtype:
@@ -140,6 +146,21 @@ def initialize_partitions(model: Any) -> None:
     is_custom_code = model.is_custom_code() if hasattr(model, "is_custom_code") else model.is_remote_code()
     with outside_zero_init(), torch.no_grad(), guard_torch_init_functions():
         visit(model, model._initialize_weights)
+
+
+def _built_by_peft() -> bool:
+    """Whether PEFT is the one of PEFT and Transformers that is building a module.
+
+    It writes first values, and other dtypes, into the modules that it has built, which in partitions of size 0 does
+    nothing or loses them: LoRA would not start at zero. Whole adapters are small; the engine partitions them.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package in ("peft", "transformers"):
+            return package == "peft"
+        frame = frame.f_back
+    return False
 
 
 @contextmanager

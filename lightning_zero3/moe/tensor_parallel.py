@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from lightning_zero3.config import SetupError
+from lightning_zero3.moe import adapter_slices
 from lightning_zero3.moe.hugging_face import find_models, model_type
 from lightning_zero3.moe.presets import UnsupportedModelError
 from lightning_zero3.substitution import substituted
@@ -143,7 +144,10 @@ def find_target(root: nn.Module, section: Mapping[str, Any], expert_parallel: An
             "others out of this LightningModule."
         )
     path, module = found[0]
-    return TensorParallelTarget(path, module, None if theirs else partition_config(model_type(module), path))
+    partition = (
+        None if theirs else adapter_slices.partition_of(partition_config(model_type(module), path), path, module)
+    )
+    return TensorParallelTarget(path, module, partition)
 
 
 def check_layers(target: TensorParallelTarget, topology: Topology) -> int:
@@ -159,7 +163,9 @@ def check_layers(target: TensorParallelTarget, topology: Topology) -> int:
     Raises:
         NoShardedLayerError: There is none.
         SetupError: Heads or a layer's width aren't divisible by the tensor parallel size.
+        AdapterError: PEFT's adapters are of a kind that can't be split.
     """
+    adapter_slices.check(target.path, target.module, target.partition)
     if target.partition is None:
         return 0
     where, split = f"{target.path or 'the model'} ({type(target.module).__name__})", 0
@@ -218,7 +224,10 @@ def auto_tp_on(target: TensorParallelTarget) -> Iterator[None]:
     def from_target(_: Any, *arguments: Any, **named: Any) -> Any:
         return upstream(target.module.config, *arguments, **named)
 
-    with substituted(AutoTPMeta, "from_model_config", staticmethod(from_target)):
+    with (
+        substituted(AutoTPMeta, "from_model_config", staticmethod(from_target)),
+        adapter_slices.walked_into(target.module),
+    ):
         yield
 
 

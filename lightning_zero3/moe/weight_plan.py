@@ -8,17 +8,19 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_zero3.config import SetupError
+from lightning_zero3.moe.adapters import adapters_of, copied_from, is_added, refuse_loading_under
 from lightning_zero3.moe.boxes import Block, Ints, boxes_of_range
+from lightning_zero3.moe.file_names import LANGUAGE_MODEL, FileNames, FilePart
 from lightning_zero3.moe.own_part import OwnPart, range_of, require_masters_in_reach
 from lightning_zero3.moe.safetensors_files import DTYPES, WeightFiles
-from lightning_zero3.moe.weight_names import LANGUAGE_MODEL, FileNames, FilePart, Held, held_tensors
+from lightning_zero3.moe.weight_names import Held, held_tensors
 
 # Why tensors of a file are left alone.
 PREDICTION = "layers that predict further tokens"
@@ -78,7 +80,7 @@ class Plan:
         targets: Tensors to fill.
         skipped: Why → names in the files.
         twice: Tied tensors that the files hold under two names: the target, and the same target made of the other.
-        kept: The model's names of what stays as it is, by ``allow_missing``.
+        kept: The model's names of what stays as it is: by ``allow_missing``, and PEFT's adapters.
     """
 
     targets: list[Target] = field(default_factory=list)
@@ -102,16 +104,29 @@ def plan_of(
         UnfitWeightsError: Tensors are missing, unexpected, or have another shape or dtype; all are listed.
         UnknownLayoutError: It isn't known what a layer holds.
         NotWritableError: A weight can't be written to.
+        AdapterError: PEFT has computed an adapter's first values from other weights.
     """
     if files.config.get("quantization_config"):
         raise UnfitWeightsError(
             f"{files.folder} holds quantized weights (quantization_config in config.json), which would have to be "
             "dequantized. Load them with from_pretrained and save them in 16 bits first."
         )
-    tensors = held_tensors(model)
+    everything = held_tensors(model)
+    if (adapters := adapters_of(model)) is not None:
+        refuse_loading_under(adapters)
+    tensors, added = {}, []
+    for name, (tensor, each) in everything.items():
+        # What PEFT trains a copy of is loaded into the copy too.
+        copied = copied_from(each.name)
+        if copied is not None:
+            tensors[name] = tensor, replace(each, name=copied)
+        elif is_added(each.name):
+            added.append(name)
+        else:
+            tensors[name] = tensor, each
     whole = {held.name: held.whole for _, held in tensors.values()}
     parts, others = FileNames(model, whole).sort(list(files.tensors))
-    plan = Plan()
+    plan = Plan(kept=added)
     problems: dict[str, list[str]] = defaultdict(list)
     for names, tensor, held in _once(tensors):
         range_of(tensor)

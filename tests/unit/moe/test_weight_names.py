@@ -14,10 +14,11 @@ from transformers import PreTrainedModel
 
 from lightning_zero3.config import SetupError
 from lightning_zero3.moe.build import build_from_config
+from lightning_zero3.moe.file_names import FileNames
 from lightning_zero3.moe.load import UnfitWeightsError, load_pretrained
 from lightning_zero3.moe.own_part import NotWritableError
 from lightning_zero3.moe.safetensors_files import SINGLE
-from lightning_zero3.moe.weight_names import FileNames, held_tensors
+from lightning_zero3.moe.weight_names import held_tensors
 from lightning_zero3.moe.weight_plan import COMPUTED, IGNORED, OTHER_MODALITIES, PREDICTION, TIED
 from tests.models import COMPOSITES, FAMILIES, build, tiny, tiny_composite
 
