@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradient clears of the optimizer step: visits and time, ours against DeepSpeed's own, at growing sub-group counts.
 
     python benchmarks/grad_clear.py [--json PATH] [--chart PATH] [--also PYTHON ...]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A checkpoint into ZeRO partitions: ours against Transformers' own path. Peak memory, time and bytes read, per rank.
 
     python benchmarks/load_weights.py [--ranks 1 2] [--width 384] [--layers 18] [--experts 16] [--json PATH]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bytes per parameter between optimizer steps, ours against stock DeepSpeed, in one run.
 
     python benchmarks/memory_between_steps.py [--width 1024] [--layers 8] [--json PATH]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A micro-step's host time, ours against stock DeepSpeed's, and beside them the plain model's.
 
     python benchmarks/micro_step_cost.py [--ranks 1 2] [--steps 10] [--json PATH] [--device cpu|cuda]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What logging every step costs: ``Zero3Monitor`` on and off, step by step in one run.
 
     python benchmarks/monitor_cost.py [--steps 200] [--json out.json]

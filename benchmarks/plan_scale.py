@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The recipes' full sizes from 16 to 4,096 ranks, planned: memory, sub-groups, collectives and bytes sent, as charts.
 
 ``python benchmarks/plan_scale.py`` writes ``docs/data/plan_scale.json`` and ``docs/images/plan_*.png``. Needs no GPU.

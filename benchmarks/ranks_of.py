@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A benchmark's own file, started again as a group of ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long training stands still for a checkpoint: DeepSpeed's own save, ours at once, ours in the background.
 
     python benchmarks/save_stall.py [--ranks 1 2] [--width 1024] [--layers 24] [--saves 5] [--folder DIR] [--json PATH]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What benchmarks/step_cost.py steps: engines with stock's optimizer or ours, models, counts and memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizer step's host time, collectives and peak memory, ours against stock DeepSpeed's.
 
     python benchmarks/step_cost.py [--ranks 1 2] [--steps 50] [--json PATH] [--chart PATH] [--also PYTHON ...]

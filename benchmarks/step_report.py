@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What benchmarks/step_cost.py prints and draws."""
 
 from __future__ import annotations

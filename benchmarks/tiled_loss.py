@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Logits and loss in tiles against the whole: peak memory and time of forward and backward at growing sequence length.
 
     python benchmarks/tiled_loss.py [--tiles 16] [--vocabulary 32000] [--width 256] [--json PATH]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write ``dashboards/grafana/zero3.json``: ``python dashboards/build.py``.
 
 By Grafana's own builders (grafana-foundation-sdk), and with metric names from the package's table.

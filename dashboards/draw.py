@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draw the dashboard's panels from Prometheus' answers, with matplotlib: ``python dashboards/draw.py --help``.
 
 For machines without Grafana. It shows the same queries and titles; it isn't Grafana's picture.

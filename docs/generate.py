@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write the pages that are made from the code: ``python docs/generate.py``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Add the grid's cells that have passed to the record: ``python docs/record_grid.py JUNIT.xml ...``.
 
 The reports are pytest's: ``pytest -m "slow or not slow" tests/distributed/test_grid.py --junitxml JUNIT.xml``. A cell

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A fast ZeRO Stage 3 strategy with expert parallelism for PyTorch Lightning.
 
 Importing this package registers ``"zero3_fast"``, ``"zero3_fast_offload"`` and ``"zero3_stock"`` for Trainer and

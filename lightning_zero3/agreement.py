@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A verdict that all ranks share: none goes on while another refuses, and none waits for one that has left."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Locks of PyTorch's extension builds: which there are, and which no process holds any more.
 
 ``torch.utils.cpp_extension`` guards the build of each op by a file ``lock`` in the op's folder. Whoever finds it waits

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every chart of this package begins and ends with. Needs matplotlib, and touches neither pyplot nor a backend."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``lightning-zero3 COMMAND``: finds the command; each command's options and work are in a file of its own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collectives, counted where DeepSpeed launches them.
 
 Upstream symbol: ``deepspeed.comm.comm.cdb``, the backend object that every function of ``deepspeed.comm`` calls

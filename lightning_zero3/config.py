@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The strategy's own options: declared, typed and validated here, and nowhere else.
 
 Everything that DeepSpeed already has a name for stays DeepSpeed's (``DeepSpeedStrategy``'s arguments and the config

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's communication op on CPU machines: found, built once, and never waited for in vain.
 
 ``deepspeed.init_distributed`` compiles ``deepspeed_shm_comm`` (C++, half a minute) on its first CPU run. The build is

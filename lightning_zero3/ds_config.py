@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The only writer of the DeepSpeed config dict: user's dict + arguments + options in, one checked dict out.
 
 The user's dict is never changed. Where it and an argument speak of the same setting they must agree; stock Lightning

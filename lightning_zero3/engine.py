@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The only caller of ``deepspeed.initialize``, and the only reader of the engine's internals."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The end of an engine: everything that it holds is given back, and nothing of it reaches the next one.
 
 DeepSpeed's ``destroy`` removes some hooks, and leaves the rest to Python's collector. That finds it in use, for ever:

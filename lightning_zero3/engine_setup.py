@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the strategies of Trainer and of Fabric both do about process groups, layers and engines."""
 
 from __future__ import annotations

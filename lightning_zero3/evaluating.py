@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which engine validate, test and predict run in, and what is loaded for them: Lightning's hooks about that.
 
 A module's own engine goes on being used where it computes what was asked for: after fit that is the training engine, so

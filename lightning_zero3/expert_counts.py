@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many tokens each expert has got: counted where a router's weights get a gradient.
 
 A token counts when a backward runs through its router's weights. So a forward of validation, or one whose loss is never

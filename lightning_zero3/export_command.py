@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command: a checkpoint's folder and a config to a Hugging Face folder. No GPU, one process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FLOPs that a Hugging Face language model needs for a batch: the model's, whatever a run spends on top.
 
 Counted as in arXiv:2204.02311, appendix B: products of matrices only, two FLOPs for a multiplication and an addition;

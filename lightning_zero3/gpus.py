@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Public figures of the GPUs that a plan is made for; each with the page that says so.
 
 Bandwidths are in one direction: vendors add up both, so their figures are halved here and in each link's comment.

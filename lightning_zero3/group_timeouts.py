@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The strategy's time-out for every process group of a fit, not only for the one of all ranks.
 
 DeepSpeed makes groups of its own (ranks that share experts, their replicas, tensor-parallel peers) and passes no

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What accelerators can do at most, for those that are known by name."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The strategy for Fabrics of the package ``lightning_fabric``; importing this module imports that package.
 
 ``lightning_fabric.Fabric(strategy="zero3_fast")`` needs no import from here. With options it is

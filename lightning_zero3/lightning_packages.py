@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning's Trainer comes in two packages of the same code, whose classes don't know each other.
 
 ``lightning.pytorch`` and ``pytorch_lightning`` (which ``lightning`` installs too). Whatever asks for one of Lightning's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How messages list names."""
 
 from __future__ import annotations

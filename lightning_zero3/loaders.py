@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is known of a data loader before a batch is drawn: its batch size, and how many batches it gives."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each precision gives, which combinations are refused, and what is kept in fp32 or named when it is rounded.
 
 ``PRECISIONS`` is the table of docs/precision.md; a test measures each cell on a real fit.

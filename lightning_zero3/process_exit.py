@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Leaving a process group at the end of a process, so that a finished run exits with 0.
 
 Upstream symbol: ``ProcessGroupGloo::runLoop`` (torch 2.8 to 2.13). Its threads let go of a collective's tensors some

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The strategy for Trainers of the package ``pytorch_lightning``; importing this module imports that package.
 
 ``pytorch_lightning.Trainer(strategy="zero3_fast")`` needs no import from here. With options it is

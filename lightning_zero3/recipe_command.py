@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command: which recipes there are, where they lie, a copy of one to own, and starting one."""
 
 from __future__ import annotations

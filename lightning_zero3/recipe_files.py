@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the recipes are, and one of them by its name.
 
 They stand beside the package in a clone, and in ``lightning_zero3/recipes/`` in a wheel. Either way they are files to

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What of Lightning can't work on a partitioned model, found before process groups and memory are taken.
 
 Lightning's own checks of DeepSpeed come late, after the model is built, and don't say what to do; several things it

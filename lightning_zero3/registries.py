@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The strategies' names in the registries of all of Lightning's packages, without importing one that nobody uses.
 
 ``lightning`` installs ``pytorch_lightning`` and ``lightning_fabric`` too, the same code with classes and registries of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All ranks run the same number of batches, or all are told so: never a hang.
 
 A forward under ZeRO Stage 3 gathers weights by collectives, so a rank that has run out of batches leaves the others

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``SaveHuggingFace``: a Hugging Face folder at the end of a fit, or every N steps."""
 
 from __future__ import annotations

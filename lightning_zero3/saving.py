@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saving and removing checkpoints: Lightning's hooks about that. How one is written and committed is in `checkpoints`.
 
 Links and removals that ``ModelCheckpoint`` asks for wait until the checkpoint that they follow is there, where that one

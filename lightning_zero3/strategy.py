@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``Zero3FastStrategy``: Lightning's hooks, in the order in which a Trainer calls them, each delegating to one room.
 
 Upstream symbols (Lightning 2.6.6), of ``DeepSpeedStrategy``: ``setup_environment``, ``setup_distributed`` and

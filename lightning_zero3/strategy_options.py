@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The constructor of both strategies, of Trainer and of Fabric: options and arguments in, one checked config out."""
 
 from __future__ import annotations

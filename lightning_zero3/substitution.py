@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One tool for the few places where upstream has no hook: a name replaced for the length of a call, then put back."""
 
 from __future__ import annotations

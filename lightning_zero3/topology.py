@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who sits where: integer arithmetic over ranks. No process group is made or asked here.
 
 The layout is DeepSpeed's (``deepspeed/utils/groups.py``, ``_get_expert_parallel_ranks``; with tensor parallelism

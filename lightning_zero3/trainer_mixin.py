@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What mixins over a Trainer's ``DeepSpeedStrategy`` know of the class that they are mixed into.
 
 Two of Lightning's packages have one, so none of them is a base class here: for a type checker ``TrainerMixin`` is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``verify_parallel=True``: before training, a small copy of the user's model is compared with plain Transformers.
 
 The copy (:mod:`lightning_zero3.moe.scaled_down`) is of the model's own classes and config. It goes the way that the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GLM-4.5-Air with ZeRO Stage 3 and expert parallelism.
 
 ``python recipes/glm45air.py`` trains a scaled-down model of the same architecture, in two processes without a GPU or

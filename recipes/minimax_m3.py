@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MiniMax-M3, the text model, with ZeRO Stage 3, tensor and expert parallelism, and bf16 masters.
 
 ``python recipes/minimax_m3.py`` trains a scaled-down model of the same architecture, in two processes without a GPU or

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Qwen3.5-397B-A17B, the text model, with ZeRO Stage 3 and expert parallelism.
 
 ``python recipes/qwen35.py`` trains a scaled-down model of the same architecture, in two processes without a GPU or on

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models with PEFT's adapters, trained by a Trainer and by plain PyTorch, for functions that run on ranks."""
 
 from __future__ import annotations

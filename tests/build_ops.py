@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compile what DeepSpeed would compile in the middle of a test, which then takes longer than a test may.
 
 ``python -m tests.build_ops``; quick where it has been done.

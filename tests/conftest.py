@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What all tests share: rank pools, a private folder for compiled ops, and a watch on the environment."""
 
 from __future__ import annotations

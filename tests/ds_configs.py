@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed configs for tests: the paths in them, what stock Lightning writes, and any that a user might have."""
 
 import inspect

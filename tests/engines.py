@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed engines for functions that run on ranks: ours and stock's, built by the same call.
 
 What differs between the two is the optimizer's class and nothing else, so that a difference in numbers is its doing.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A training loop as a user of Fabric writes it, for functions that run on ranks."""
 
 from __future__ import annotations

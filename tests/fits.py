@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small fits through a real Trainer, for functions that run on ranks."""
 
 from __future__ import annotations

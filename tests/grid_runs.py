@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tiny Hugging Face MoE model trained in one cell of the grid, beside plain Transformers in one process."""
 
 from __future__ import annotations

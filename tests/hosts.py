@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two hosts on one machine: network namespaces joined by a virtual cable, else two loopback addresses.
 
 In a namespace a process has a network of its own: another one's ``localhost`` can't be reached, and interfaces have to

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The most memory that a block has taken: by the tensors that lived in it, and by the process's resident pages."""
 
 from __future__ import annotations

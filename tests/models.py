@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny Hugging Face models, built from their configs alone: every kind of layer that the full ones have, in seconds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model trained through a Trainer beside plain Transformers: what both compute from the same batches."""
 
 from __future__ import annotations

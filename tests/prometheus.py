@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A real Prometheus for tests: started on free ports, asked by its HTTP API."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What users write against, as text: names, signatures, switches, commands and options.
 
 ``python -m tests.public_surface`` writes ``tests/unit/public_surface.txt``. A test holds the two equal, so that none of

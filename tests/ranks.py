@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real gloo process groups for tests: ranks are started once per session and given functions to run.
 
 Importing torch, DeepSpeed, Lightning and Transformers takes a rank ten seconds; a test takes a fraction of one. A

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fits that write down all that happens, to hold a resumed one against the uninterrupted one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Logs of runs as ``CSVLogger`` writes them: those of the reports, from their means and ranges, and others."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What tests of saving have in common, for functions that run on ranks."""
 
 import resource

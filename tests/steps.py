@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optimizer steps for tests: engines with every kind of optimizer, trained with stock's step or ours."""
 
 from typing import Any

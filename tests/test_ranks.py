@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pools of ranks that tests share."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/upstream: each fault has a script, a page and a row, and the index says what the script prints."""
 
 import importlib.metadata

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed: ``torch_autocast`` together with ``bf16.enabled`` silently trains plain bf16."""
 
 from reproduce import run, zero3

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed: AutoEP's presets for Mixtral, Qwen and MiniMax treat Transformers' output registry as a plain dict.
 
 Since Transformers 5.23 its ``get`` takes the model and no default.

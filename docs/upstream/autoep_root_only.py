@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed: AutoEP looks for layer names and ``config`` at the engine's root, so a wrapped model isn't recognised."""
 
 from reproduce import run, zero3

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed: AutoEP's router multiplies in bf16 where Transformers does it in fp32, so tokens go to other experts."""
 
 from reproduce import run, zero3

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed: AutoEP's Qwen3.5 layers record probabilities, to which Transformers applies a softmax for the loss."""
 
 from reproduce import run, zero3

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed: with AutoTP, train_batch_size counts the tensor-parallel ranks, which share one batch."""
 
 from autotp_groups_outlive_engine import COLUMN, Model

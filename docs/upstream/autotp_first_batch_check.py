@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed: with AutoTP, the check that ranks have the same first batch fails on a batch that is a dict."""
 
 from reproduce import run

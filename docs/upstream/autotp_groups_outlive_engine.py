@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed: AutoTP's process groups stay for the whole process, and the next engine takes them for its own."""
 
 from reproduce import run, zero3

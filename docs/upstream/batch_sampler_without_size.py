@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning: a batch sampler that has no ``batch_size`` fails at set-up, though the size is used for log lines only."""
 
 from reproduce import run, trainer

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed: where dense and expert parameters alternate, each change flushes the reduction bucket (a cost).
 
 There is one bucket per dtype; two process groups take turns in it.

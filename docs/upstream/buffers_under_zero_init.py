@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed: under ``zero.Init`` buffers made in fp32 are rounded to the training dtype."""
 
 from reproduce import run

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed: ``engine.load_checkpoint`` runs whatever code is in a checkpoint's files."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed 0.19.7 and older: a step clears the gradients of all parameters once per sub-group."""
 
 from reproduce import run, zero3

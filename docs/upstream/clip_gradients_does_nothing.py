@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning: ``self.clip_gradients(...)`` in manual optimization does nothing under DeepSpeed, without a word."""
 
 import warnings

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning: ``DeepSpeedStrategy(config=...)`` writes into the caller's dict, so it can't be used twice."""
 
 from reproduce import run, stage_3, trainer

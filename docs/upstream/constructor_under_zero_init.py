@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transformers: a plain constructor under ``deepspeed.zero.Init`` gives weights that aren't initialised."""
 
 from reproduce import run, weight_of

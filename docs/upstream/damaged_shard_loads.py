@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed: a shard with a changed bit, and one of another step, load without a word."""
 
 import shutil

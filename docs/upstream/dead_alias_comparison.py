@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed: stage 3 in fp32 keeps each weight twice; the branch that would share them compares a device with a string.
 
 What it costs is 4 bytes per parameter.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed: on a CPU each gradient reduction forks ``numactl`` to count devices (a cost, not a wrong number)."""
 
 import subprocess

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed: a Stage-3 engine that was destroyed and that nobody holds stays, with masters, moments and gradients."""
 
 import gc

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning: it counts micro-batches within an epoch, DeepSpeed's engine counts across epochs."""
 
 from reproduce import run, stage_3, trainer

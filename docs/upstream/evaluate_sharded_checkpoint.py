@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning: ``validate(ckpt_path=...)`` of a sharded checkpoint fails in a fresh Trainer, and after a fit."""
 
 from reproduce import run, trainer

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning: evaluation at stage 3 asks the user's config for a key that training doesn't need."""
 
 from reproduce import run, stage_3, trainer

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed: a checkpoint saved with ``exclude_frozen_parameters=True`` can't be loaded into the same model."""
 
 from reproduce import run, zero3

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed: FusedAdam advances ``state["step"]`` of a group's last tensor only.
 
 The first run compiles the op, which takes half a minute.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch: ``torch.optim.SGD(fused=True)`` on a CPU doesn't update bfloat16 parameters, and gets their momentum wrong."""
 
 from reproduce import run

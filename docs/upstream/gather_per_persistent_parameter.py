@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed: the step gathers persistent parameters by one all-gather each (a cost, not a wrong number)."""
 
 from reproduce import run, zero3

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed: an edit under ``GatheredParameters(..., modifier_rank=0)`` misses the master, so a step undoes it."""
 
 from reproduce import run, weight_of, zero3

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch: gloo's threads may ask for Python's lock while the interpreter shuts down, which aborts a finished process."""
 
 import subprocess

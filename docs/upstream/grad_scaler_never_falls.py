@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed 0.19.8: under ``torch_autocast`` to fp16 an overflow never lowers the scale, so all later steps overflow.
 
 The engine skips the step before its GradScaler hears of it.

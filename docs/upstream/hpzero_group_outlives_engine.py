@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed: hpZeRO's process group stays for the whole process, so later engines have secondary partitions too."""
 
 from reproduce import run, zero3

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed: ZeRO-3 calls hundreds of functions around a module that needs and releases nothing (a cost)."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed 0.19.7 and older: a step whose gradient norm is NaN is applied, outside of fp16."""
 
 from reproduce import run, weight_of, zero3

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed: a leaf module called by keyword, or with an input that needs no gradient, fails in backward."""
 
 from reproduce import run, zero3

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed: stage 3, ``load_checkpoint(load_module_only=True)`` loads no weights, and raises nothing."""
 
 from reproduce import run, weight_of, zero3

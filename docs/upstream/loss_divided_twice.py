@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning: with ``accumulate_grad_batches=N`` the loss is divided by N twice."""
 
 from reproduce import run, stage_3, trainer, weight_of

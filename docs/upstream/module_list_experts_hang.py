@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed: stage 3, a ModuleList of experts of which ranks use different ones: a hang, a crash or another's weights.
 
 This script gives collectives 8 seconds; the default is half an hour.

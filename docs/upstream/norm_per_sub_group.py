@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed: the gradient norm takes an all-reduce per sub-group (a cost, not a wrong number)."""
 
 from reproduce import run, zero3

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed: ``offload_states`` of weights takes the order of the module for the order of the buffer.
 
 While they are offloaded, weights are wrong if parameter groups come in another order than the module's; with frozen

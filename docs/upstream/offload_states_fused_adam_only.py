@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed: ``offload_states`` of masters or moments refuses every optimizer but FusedAdam."""
 
 from reproduce import run, zero3

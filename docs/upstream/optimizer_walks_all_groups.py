@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed: each sub-group's ``optimizer.step()`` walks all parameter groups, so a step is quadratic in them (a cost).
 
 AutoEP makes a parameter group of each sub-group, 136 of GLM-4.5-Air's.

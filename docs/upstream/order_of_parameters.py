@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed: stage 3, a checkpoint loads by position into an optimizer whose parameters are in another order."""
 
 from reproduce import run, weight_of, zero3

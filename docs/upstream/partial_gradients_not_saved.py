@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed: a checkpoint between the micro-batches of one step holds neither gradients nor the micro-step."""
 
 from reproduce import run, weight_of, zero3

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starts a script's ranks, with a process group for CPUs, and prints its one line.
 
 A script hands :func:`run` a function that returns whether the fault is there and the numbers that it saw. The script's

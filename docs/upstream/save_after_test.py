@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning: fit, test, ``save_checkpoint`` fails, because test leaves an inference engine that can't save."""
 
 from reproduce import run, trainer

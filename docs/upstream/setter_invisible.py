@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed: after ``safe_set_full_fp32_param`` forwards go on with the old weight until the next step."""
 
 from reproduce import run, weight_of, zero3

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed: ``safe_set_full_fp32_param`` raises where the ranks don't divide a parameter's size."""
 
 from reproduce import run, zero3

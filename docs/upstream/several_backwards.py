@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed: of several ``engine.backward`` calls within one micro-step only the last gradient counts, silently."""
 
 from reproduce import run, weight_of, zero3

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed and torch: ZeRO-3's autograd functions have their signature inspected at every call (a cost)."""
 
 import inspect

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning: with ``load_full_weights=True`` masters keep their initialisation, so the first step undoes the load."""
 
 from reproduce import run, stage_3, trainer, weight_of

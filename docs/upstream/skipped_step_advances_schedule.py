@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning: after a step that the engine skips, the learning-rate scheduler and ``global_step`` go on."""
 
 from reproduce import CannotTellError, run, trainer

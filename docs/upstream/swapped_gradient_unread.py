@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed: an optimizer on NVMe, a gradient that begins between two blocks isn't read back from its file."""
 
 from reproduce import CannotTellError, run, weight_of, zero3

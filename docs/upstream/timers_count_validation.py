@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed: forwards of a validation count as the next training micro-step's forward in ``wall_clock_breakdown``."""
 
 import time

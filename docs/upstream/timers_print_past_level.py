@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed: ``wall_clock_breakdown`` prints its lines to stdout whatever the logging level, and can't be quiet."""
 
 import contextlib

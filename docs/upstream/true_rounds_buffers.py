@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning: with "bf16-true" every buffer is rounded, also those that a model keeps in fp32."""
 
 from reproduce import run, stage_3, trainer

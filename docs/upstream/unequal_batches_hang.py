@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning: ranks with different numbers of batches hang under stage 3 until a time-out that explains nothing."""
 
 import time

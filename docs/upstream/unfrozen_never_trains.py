@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed: stage 3, a parameter frozen at ``initialize`` and unfrozen later never trains, and nothing says so."""
 
 from reproduce import run, weight_of, zero3

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed: stage 3, a trainable parameter that a step doesn't use moves by its previous gradient."""
 
 from reproduce import run, weight_of, zero3

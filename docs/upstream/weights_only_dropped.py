@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning: with DeepSpeed, ``weights_only`` of fit, validate, test and predict doesn't reach the strategy."""
 
 from reproduce import run, stage_3, trainer

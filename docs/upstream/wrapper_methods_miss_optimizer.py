@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning: ``self.optimizers().zero_grad()`` runs with the wrapper as ``self`` and clears nothing under stage 3."""
 
 from reproduce import run, stage_3, trainer

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What of DeepSpeed's forward and backward this package works around, found by probing: a part of ``capabilities``.
 
 Each :class:`UpstreamFix` names all that its part reads or replaces, so that another layout leaves the part out.

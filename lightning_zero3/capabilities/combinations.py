@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What may be combined with ``zero3_fast``, each with its evidence; ``docs/combinations.md`` is made from it.
 
 A combination that is neither tested nor refused says so. Longer than 400 lines because it is one table, of a row for

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What this package works around in DeepSpeed's Stage-3 optimizer, found by probing, not by version numbers.
 
 Each :class:`UpstreamFix` is one thing: where, why, how it is detected and what ends it. A part steps aside where

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every combination of how ZeRO Stage 3 may be run here: the axes, their product, and what is known of each cell."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the installed DeepSpeed, Lightning and Transformers can't do, alone or together, found by probing.
 
 Each :class:`UpstreamLimit` is one such thing: where, why, what follows from it here and what ends it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How to find out what the installed packages do: what a method's code calls and refers to, and in which order."""
 
 from __future__ import annotations

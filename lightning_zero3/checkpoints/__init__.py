@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints: how they are written, read and checked."""

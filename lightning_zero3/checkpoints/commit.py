@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a checkpoint comes to be at its path, and goes from there: by one rename each, so that no half of one is seen.
 
 A checkpoint ``DIR/NAME`` is written to ``DIR/.saving/NAME/new`` and moved to ``DIR/NAME`` when it is complete. One that

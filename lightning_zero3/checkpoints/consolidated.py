@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading a single consolidated file into a partitioned model.
 
 Source: Lightning's ``DeepSpeedStrategy._restore_zero_state`` (2.6.6), which it replaces: that one writes weights

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A sharded checkpoint into a Hugging Face folder, in one process, whatever number of ranks has saved it.
 
 DeepSpeed's ``zero_to_fp32`` refuses experts that are shared out, and knows nothing of slices. Here each tensor of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a rank's files fit the engine that is to train on: asked before DeepSpeed begins to copy.
 
 DeepSpeed copies flat buffers by their position, and looks at neither names nor shapes.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Experts that aren't trained, as under LoRA, in DeepSpeed's checkpoints of AutoEP's layers.
 
 Upstream symbols: ``DeepSpeedEngine._save_moe_checkpoint``, with ``_validate_autoep_zero3_partitioned_metadata``, which

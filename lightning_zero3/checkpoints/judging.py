@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a checkpoint's files are what was saved: by its manifest or their own sums, and one verdict for all ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each parameter of a sharded checkpoint is: written down when it is saved, so that another layout can read it.
 
 DeepSpeed's files name a rank's tensors and their shapes there. Which experts, which slice and which range of its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``DeepSpeedEngine.load_checkpoint`` with everything looked at, on all ranks together, before anything is changed.
 
 Upstream symbols: ``DeepSpeedEngine.load_checkpoint``, replaced on the strategies' engines, and their

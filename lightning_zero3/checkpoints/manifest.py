@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a checkpoint is made of: a file beside the shards that names each of them, with its size and its SHA-256.
 
 DeepSpeed's own ``latest`` names a tag and nothing else: a shard that is cut short, missing, or another run's isn't

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A training engine's state out of a checkpoint of another layout: other numbers of ranks, other expert or slice sizes.
 
 Masters and the optimizer's states are read straight from the sharded files, each rank what it keeps and nothing else,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which checkpoint a path means: a folder with DeepSpeed's ``latest``, or a tag's own folder inside it."""
 
 from __future__ import annotations

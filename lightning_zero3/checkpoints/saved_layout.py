@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which part of which tensor each rank's files of a sharded checkpoint hold.
 
 A sub-group's parameters are partitioned over one process group: over all ranks (what ``zero.Init`` has partitioned),

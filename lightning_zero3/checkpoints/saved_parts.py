@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A sharded checkpoint of any layout, as one: where in which rank's files each element of a whole tensor lies.
 
 Source of the format: ``DeepSpeedEngine._save_checkpoint``, ``_save_moe_checkpoint`` and ``_save_zero_checkpoint``,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A save from its first folder to its commit, on all ranks together: at once, or while training goes on.
 
 Every rank writes its files beside the path; what has failed on any of them is told to all before anybody goes on, so

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The weights of a sharded checkpoint, into a module of the same layout or of another number of ranks.
 
 DeepSpeed loads weights together with optimizer states only; without an optimizer it makes a whole fp32 model on every

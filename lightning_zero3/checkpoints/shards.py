@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a rank's two files of a sharded checkpoint say of themselves, and whether all ranks' files are of one save.
 
 Source of the format: ``DeepSpeedEngine._common_checkpoint_state`` and ``_save_zero_checkpoint``,

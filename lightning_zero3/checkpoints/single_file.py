@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A checkpoint that is one file with a whole state dict (``load_full_weights=True``), read on all ranks or on none."""
 
 from __future__ import annotations

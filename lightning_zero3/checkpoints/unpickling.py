@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading a file of a checkpoint without running what is in it: torch's weights-only unpickler, with an allow-list.
 
 A pickle may call any function while it is read, so a checkpoint from elsewhere is a program from elsewhere. DeepSpeed

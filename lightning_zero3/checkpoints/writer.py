@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A save's files: written, flushed to the disk, read back and compared; at once, or out of a copy in host memory.
 
 :class:`Writer` stands where the engine has its ``checkpoint_engine`` (DeepSpeed's interface for this), for the length

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A comparison as a PNG: each step, each phase, and how far the losses are apart. Needs matplotlib."""
 
 from __future__ import annotations

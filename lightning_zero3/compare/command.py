@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command: paths to runs, runs to a report, a report to a table, a page, JSON or a chart."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Metrics of MLflow's runs, from a store of files or of SQLite, without MLflow and without a change to the store.
 
 MLflow's own client alters an older store's tables when it opens them, and writes where a reader may not.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a path on the command line to a run's metrics, whichever logger wrote them."""
 
 from __future__ import annotations

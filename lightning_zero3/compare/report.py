@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two sides of runs to a report: a dict of plain values, the same for the table, the page, the chart and JSON."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The statistics of a comparison: pure arithmetic over lists of numbers.
 
 Source: the report "_prepare_fp32_grad_for_sub_group clears every parameter's gradient once per sub-group", which

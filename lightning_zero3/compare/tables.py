@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A comparison in words, as a table for a terminal, and as a page of Markdown."""
 
 from __future__ import annotations

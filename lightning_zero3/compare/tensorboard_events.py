@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scalars of TensorBoard's event files."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The doctor's child: reports on the installed packages, then trains one step; a process that can be ended.
 
 Each section is one line of JSON in the file that the first argument names, written as soon as it is known.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command: locks before anything that could wait for them, then the child, then the verdict."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The compiler, ninja and the links between GPUs and machines: asked of programs and of the kernel."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the doctor's child and reads its answers; ends it when its time is over."""
 
 from __future__ import annotations

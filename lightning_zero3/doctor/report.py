@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The doctor's verdict: all that was seen in one object, and what of it is wrong, each with its remedy."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One training step with ``zero3_fast``, in one process, as any user's Trainer would take it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the installed DeepSpeed, Lightning and Transformers have and lack, what works with them, and how it is known."""
 
 from __future__ import annotations

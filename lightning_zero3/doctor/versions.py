@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which packages are installed; asked of their metadata and of the import system, without importing them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``fabric.save`` and ``fabric.load``: Fabric's hooks about checkpoints.
 
 Upstream symbols: ``lightning.fabric.utilities.load._move_state_into`` (Lightning 2.6.6), as Lightning's own strategies

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps under Fabric: the user's own loop decides when one is taken, the engine is told.
 
 Upstream symbols: ``_FabricOptimizer`` (Lightning 2.6.6), which borrows the class of what it wraps, so that for example

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``Zero3FastFabricStrategy``: Fabric's hooks, in the order in which a user's loop reaches them.
 
 Upstream symbols (Lightning 2.6.6): ``DeepSpeedStrategy.setup_environment`` and ``_setup_distributed``, which refuse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``Zero3Monitor``: logs where a step's time and memory go to whatever logger the Trainer has.
 
 Upstream symbols, read, as Lightning's own device monitor reads them (Lightning 2.6.6):

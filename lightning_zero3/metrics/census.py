@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the optimizer counts about itself on request: gradient clears and collectives, as metrics."""
 
 from __future__ import annotations

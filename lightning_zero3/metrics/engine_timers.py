@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's own timers, running only in the steps that are logged, and read once in each of those.
 
 Note [When DeepSpeed's timers cost]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory of one process, in GiB: the GPU's by its allocator, the host's by the kernel."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which bytes of a device are weights, masters, gradients, states and buckets: from the engine's own tensors.
 
 Upstream symbols, read: ``fp16_groups``, ``fp16_partitioned_groups_flat``, ``lp_param_buffer``,

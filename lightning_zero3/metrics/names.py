@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every metric that this package logs: name, unit, what it is, how ranks combine, and when it is measured."""
 
 from __future__ import annotations

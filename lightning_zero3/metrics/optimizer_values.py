@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the optimizer's step had to do with: learning rate, gradient norm, sub-groups."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Out of memory: one line with phase, rank, size asked, where the memory is and what to change; then the error."""
 
 from __future__ import annotations

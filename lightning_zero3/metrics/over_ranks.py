@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Many ranks' values into one, by one collective."""
 
 from __future__ import annotations

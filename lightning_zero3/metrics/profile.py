@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``Zero3Profile``: torch's profiler for chosen steps, with the optimizer step's phases as named regions.
 
 Upstream symbols: ``torch.cuda.memory._record_memory_history`` and ``_dump_snapshot`` (torch 2.8 to 2.13), the only way

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a profile says of each phase: host time, device time, kernels, collectives, visits, memory. Arithmetic only."""
 
 from __future__ import annotations

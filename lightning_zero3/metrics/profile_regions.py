@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Named regions of a step, for the steps that are profiled: which methods are which phase.
 
 Methods of one engine and its optimizer are wrapped on these objects, and put back: the code itself carries no region.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A profile's phases as a table for a terminal, as Markdown, and as numbers for programs."""
 
 from __future__ import annotations

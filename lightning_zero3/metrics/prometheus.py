@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``/metrics`` for Prometheus: the last logged step, served by rank 0 of a fit.
 
 A scrape reads the last snapshot, whole; the training thread only puts a new one in its place.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page of metrics in the docs, made from the table in :mod:`lightning_zero3.metrics.names`."""
 
 from __future__ import annotations

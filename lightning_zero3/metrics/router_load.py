@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How evenly a layer's tokens go to its experts, from counts."""
 
 from __future__ import annotations

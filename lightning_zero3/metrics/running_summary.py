@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run summed up while it goes, step by step, in memory that doesn't grow with it."""
 
 from __future__ import annotations

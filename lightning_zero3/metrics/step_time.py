@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The wall clock around whole optimizer steps, and which of them an engine has taken or skipped."""
 
 from __future__ import annotations

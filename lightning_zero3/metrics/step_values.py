@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One step's values: gathered on each rank, combined by one collective, and named."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a finished run did, read from the ``metrics.csv`` of Lightning's ``CSVLogger``.
 
 Pure arithmetic: nothing here needs a device, a plotting library or a trainer, so a run can be summed up anywhere.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A finished run as a table in the terminal."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TensorBoard's "Custom Scalars" page: which metrics share a chart."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many tokens a batch holds, in sequences of which lengths, and what that is per second."""
 
 from __future__ import annotations

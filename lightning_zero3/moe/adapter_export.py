@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PEFT's adapters on their way out: in PEFT's own format, or merged into the weights by PEFT's own code.
 
 What an adapter does, and what its file calls its tensors, is asked of PEFT, on a copy of the model without values

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRA on layers that AutoTP splits: the adapter is split as its layer is.
 
 Of a layer that is split by output, the second matrix is, by the same rows; of one that is split by input, the first

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which of PEFT's adapters a Hugging Face model has, and what its weights are called with and without them.
 
 Upstream symbols: ``PeftModel``, ``PeftMixedModel``, ``BaseTuner``, ``BaseTunerLayer``; a model's ``peft_config``; the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether the load-balancing loss that a model's config asks for is on.
 
 Transformers (5.24) adds ``router_aux_loss_coef`` times an auxiliary loss to the loss of Mixtral, Qwen3-MoE, Qwen3.5-MoE

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Boxes of tensors: which part of one tensor is which part of another, and which a range of flattened elements covers.
 
 Everything about layouts of weights comes down to this: an expert is a box of a fused tensor, a rank's slice of a layer

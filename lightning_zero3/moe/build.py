@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Hugging Face model from its config, partitioned while it is built and with the values that it would have had whole.
 
 The plain constructor under ``deepspeed.zero.Init`` (which Lightning opens around ``configure_model``) gives garbage:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRA on experts and routers under AutoEP: PEFT's adapters stay whole on every rank, and each adds its experts' part.
 
 PEFT wraps what holds a layer's experts, and the router, for parameters of theirs (``target_parameters``; with some

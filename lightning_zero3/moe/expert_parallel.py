@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AutoEP pointed at the Hugging Face model inside a user's module, checked before any process group exists.
 
 DeepSpeed's engine hands its *root* module to AutoEP, which then matches layer names from the root (``model.layers.N``)

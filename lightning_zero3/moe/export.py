@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A live model, partitioned over ranks in whatever way, into a Hugging Face folder.
 
 Tensor by tensor: each rank sends what it holds of one, and rank 0 puts it together, cuts it into the tensors that files

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an export will write: each tensor of a model, what files call it or its parts, and in which precision."""
 
 from __future__ import annotations

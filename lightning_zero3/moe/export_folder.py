@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writing a Hugging Face folder: shards, index, config and tokenizer, in a folder that gets its name when it is whole.
 
 While it is written it is ``.NAME.unfinished`` beside its place. One that is there already is moved away by a rename,

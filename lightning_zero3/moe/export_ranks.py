@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All ranks during an export: they agree before it, tell rank 0 what they hold, and end together where rank 0 fails."""
 
 from __future__ import annotations

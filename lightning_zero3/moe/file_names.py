@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What files call the tensors of Transformers' models, each way.
 
 Whether each expert is a tensor of its own there, and every other name, is asked of Transformers (:class:`FileNames`),

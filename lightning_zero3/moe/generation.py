@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``model.generate`` on partitioned weights: ranks go on together until the last of them is done.
 
 Each forward gathers weights from all ranks. A rank whose sentences end early would leave the others waiting for ever.

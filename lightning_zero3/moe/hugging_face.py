@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the Hugging Face models are inside a user's module, at any depth and under any attribute."""
 
 from __future__ import annotations

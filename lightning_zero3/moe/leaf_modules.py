@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Experts in a ``ModuleList`` or ``ModuleDict``: gathered and reduced together, whichever a rank's tokens choose.
 
 ZeRO Stage 3 gathers a module's weights when it is called, by a collective. Where each rank calls the experts that its

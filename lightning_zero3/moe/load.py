@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Hugging Face checkpoint into a model that is partitioned: by ZeRO, over experts, over slices of layers.
 
 Each rank reads what it keeps and nothing else, and writes it into its partitions and their masters. Transformers' own

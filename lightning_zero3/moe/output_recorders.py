@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Router logits for the auxiliary loss: recorded from AutoEP's layers as Transformers records them from its own.
 
 Transformers records a router's logits by hooks, which AutoEP moves to the layers that it puts in. Two things go wrong:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What this rank keeps of a tensor, to be written to: a whole tensor, or a partition and its master."""
 
 from __future__ import annotations

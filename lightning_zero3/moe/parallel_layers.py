@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which models in a user's module AutoEP and AutoTP work on, and what their sections of the config say about them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensor-parallel peers see the same batches, data-parallel ranks different ones: Lightning's hooks about that.
 
 Peers hold slices of the same layers and add up what each makes of its batch; with different batches the sum means

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which of DeepSpeed's AutoEP presets computes what a Hugging Face model computes.
 
 DeepSpeed names the model types of its own presets (``auto_ep_presets/registry.py``); this table adds types that it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Balancing without an auxiliary loss: a router's correction bias moves by a fixed amount after each optimizer step.
 
 DeepSeek-V3 Technical Report (arXiv:2412.19437), section 2.1.2, after Wang et al. (arXiv:2408.15664): the bias is added

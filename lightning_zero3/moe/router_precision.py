@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Router logits in the precision in which Transformers computes them: GLM's in fp32, whatever the training dtype."""
 
 from __future__ import annotations

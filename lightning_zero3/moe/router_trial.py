@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trying out a router of a model's own class: how Transformers computes what AutoEP computes in its place."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A folder of safetensors, looked through before anything is believed, and then read slice by slice.
 
 Every size in a header is checked against the file, and every name against all others, before the first byte of a weight

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small copy of a Hugging Face model: its own classes and every kind of layer that it has, with few, narrow ones.
 
 What decides how experts and layers are shared out stays: the number of chosen experts, groups of experts, the ratio of

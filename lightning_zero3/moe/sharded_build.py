@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``configure_model`` runs in: modules partitioned as they are built, with the values that they would have whole.
 
 Stock Lightning opens ``deepspeed.zero.Init`` there. Under it ``Glm4MoeForCausalLM(config)`` and ``from_config`` give

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AutoTP pointed at the Hugging Face model inside a user's module: which of its layers are split, and how.
 
 Hugging Face's own plans contain styles that DeepSpeed refuses, and without a plan it guesses from names. So each model

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model with AutoEP's and AutoTP's layers beside plain Transformers: are they the same function?
 
 Each rank holds its experts and its slices of layers, and compares them with the same part of what one process computes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which part of which of Transformers' tensors a weight in an engine's layers is.
 
 An engine's layers are others than Transformers': AutoEP's have other names and hold a rank's experts, AutoTP's hold a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Putting a tensor of Transformers' model together from what ranks hold of it: partitions, experts and slices.
 
 A rank holds a range of the flattened elements of its own tensor, which is a box, or a few, of Transformers' one. That

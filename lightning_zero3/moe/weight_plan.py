@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What will be read where, before anything is: each tensor of a model, the files' tensors that it is made of, the rest.
 
 Nothing here reads a weight or writes one. Whatever doesn't fit is found here, all of it, and listed by name.

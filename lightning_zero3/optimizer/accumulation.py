@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients add up from one backward to the next until a step or ``zero_grad``, as those of a plain module do.
 
 Upstream symbols: ``clear_backward_seen_flag``, ``_epilogue_ran_this_backward``, ``zero_grad``, ``_pre_step``,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls of an autograd function without what torch's ``apply`` does around it.
 
 Upstream symbols: ``torch.autograd.Function.apply``, which looks at each call for a ``setup_context``, for transforms of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One update for as many sub-groups as memory allows, within upstream's ``step``.
 
 Upstream's ``step`` stays as it is and goes on calling a handful of methods per sub-group. Here these do nothing, and

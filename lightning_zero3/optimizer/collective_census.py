@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The census of collectives: how many the optimizer step launches, and only when somebody asked."""
 
 from __future__ import annotations

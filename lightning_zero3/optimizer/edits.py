@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a user writes into gathered weights reaches the masters, so that the next step keeps it.
 
 Upstream symbols: ``GatheredParameters`` and the methods ``all_gather`` and ``partition`` that

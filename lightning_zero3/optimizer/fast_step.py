@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parts that make upstream's ``step`` cheap, together; each has a switch and a file of its own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where each parameter's partition lies in the flat buffers, and whether given tensors are those places."""
 
 from __future__ import annotations

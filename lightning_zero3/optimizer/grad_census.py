@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The census of gradient clears: how many visits a step makes, how many find a live gradient, what they cost.
 
 Source: the report "_prepare_fp32_grad_for_sub_group clears every parameter's gradient once per sub-group", which asks

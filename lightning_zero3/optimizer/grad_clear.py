@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scoped gradient clear: each step visits each parameter once, whatever the number of sub-groups.
 
 Source: the report "_prepare_fp32_grad_for_sub_group clears every parameter's gradient once per sub-group".

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradient norms of all sub-groups at once: one pass over the gradients, one reduction per process group.
 
 Upstream symbols: ``DeepSpeedZeroOptimizer_Stage3._get_norm_groups`` and ``get_grad_norm_direct`` (0.19.7, 0.19.8),

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Under torch autocast to fp16, a step that overflows lowers the scale.
 
 Upstream symbols: ``DeepSpeedZeroOptimizer_Stage3._overflow_clean_up`` and ``torch_autocast_gradscaler`` (0.19.8).

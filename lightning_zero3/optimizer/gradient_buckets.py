@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A bucket of gradients for each process group, in the memory of upstream's one.
 
 Upstream symbols: ``DeepSpeedZeroOptimizer_Stage3.ipg_buckets``, ``reduce_independent_p_g_buckets_and_remove_grads``,

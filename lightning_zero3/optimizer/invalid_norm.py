@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A step whose gradient norm is no finite number is skipped, on releases that would apply it.
 
 Upstream symbols: ``DeepSpeedZeroOptimizer_Stage3.step``, ``_overflow_check_and_loss_scale_update`` and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``grad_norms``: what Lightning's ``grad_norm`` gives, from gradients that are partitioned over ranks.
 
 Under ZeRO Stage 3 ``p.grad`` is None in every hook, since each rank keeps its partition of each gradient in a buffer of

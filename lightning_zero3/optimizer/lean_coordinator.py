@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fetch and release around modules, without what has no effect. Importing this module imports DeepSpeed.
 
 Upstream symbols: ``PartitionedParameterCoordinator.fetch_sub_module``, ``release_sub_module`` and what they call, the

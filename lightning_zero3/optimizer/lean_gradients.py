@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What happens to each gradient in backward, without what has no effect.
 
 Upstream symbols: ``DeepSpeedZeroOptimizer_Stage3.create_reduce_and_remove_grad_hooks``, ``__add_grad_to_ipg_bucket``,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks around every module's forward and backward that do what they are there for, and no more.
 
 Upstream symbols: ``DeepSpeedZeroOptimizer_Stage3.initialize_ds_offload`` and ``DeepSpeedZeRoOffload`` (its hooks, see

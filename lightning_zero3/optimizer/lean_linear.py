@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linear layers without a look at a function's signature at every call: which layers, and for how long.
 
 Upstream symbols: ``DeepSpeedZeroOptimizer_Stage3.initialize_ds_offload`` and ``destroy``; those of the function itself

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``DeepSpeedZeRoOffload`` with leaner hooks. Importing this module imports DeepSpeed.
 
 Upstream symbols: ``DeepSpeedZeRoOffload._register_deepspeed_module``, the hooks that it registers and the modules'

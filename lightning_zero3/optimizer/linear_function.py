@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linear layers without a look at a function's signature at every call. Importing this module imports DeepSpeed.
 
 Upstream symbols: ``deepspeed.runtime.zero.linear.LinearFunctionForZeroStage3``, which ``zero.Init`` leaves in the place

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Safe master-weight aliasing: a weight partition that equals its master copy is the master copy.
 
 Source: the report "ZeRO-3: reuse the weight partition as the master copy when it already has the master dtype" and its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One optimizer call for many sub-groups: which optimizers allow it, and how their parameter groups are put together.
 
 Stock calls the optimizer once per sub-group, with that sub-group's master in its parameter group and all other groups

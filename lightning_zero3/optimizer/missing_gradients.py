@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A parameter that got no gradient this step has a gradient of zero, and one unfrozen too late is refused.
 
 Upstream symbols: ``partition_grads`` and ``independent_gradient_partition_epilogue`` of

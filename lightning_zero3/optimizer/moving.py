@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Moving an optimizer's states to the host and back, exactly.
 
 Where weights and masters share one storage they move together, whichever of the two is asked for: one copy of

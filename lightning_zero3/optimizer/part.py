@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the optimizer's parts know of the class that they are mixed into, DeepSpeed's Stage-3 optimizer.
 
 That has no types, and its module builds ops when it is imported, so it is no base class here: for a type checker

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Persistent parameters are gathered after the step by one collective per process group and dtype.
 
 Upstream symbol: ``DeepSpeedZeroOptimizer_Stage3._post_step``, whose ``all_gather`` of the persistent parameters

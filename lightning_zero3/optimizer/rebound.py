@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Upstream's own functions, out of their wrappers and with leaner helpers. Importing this module imports DeepSpeed.
 
 Upstream symbols: ``iter_params``, ``z3_leaf_module``, ``print_rank_0`` and ``see_memory_usage``, which the functions

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameters are released once before the step, and only those that hold something.
 
 Upstream symbol: ``DeepSpeedZeroOptimizer_Stage3._partition_all_parameters``, which goes to

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs: consecutive sub-groups that lie one behind the other in memory, and are updated as one tensor.
 
 The optimizers that are merged treat each element for itself, so a tensor and its pieces are updated to the same bits,

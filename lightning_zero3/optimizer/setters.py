@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's ``safe_set_*`` functions, with weights and gathered copies that follow the master at once.
 
 Upstream symbols: ``set_full_hp_param``, ``set_local_hp_param``, ``set_fp32_grad_for_param`` of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``FastStage3Optimizer``: DeepSpeed's Stage-3 optimizer with this package's parts on top.
 
 Importing this module imports DeepSpeed; the package's ``__init__`` therefore doesn't.

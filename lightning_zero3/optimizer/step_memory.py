@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much memory a step may use beyond what is live between steps, and where it may come from.
 
 Stock's step already reaches a peak: the copy of the largest sub-group's gradients in the masters' dtype, the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients that are swapped to files come back whole, wherever in their sub-group they begin.
 
 Upstream symbols: ``DeepSpeedZeroOptimizer_Stage3._swap_out_offload_fp32_gradients`` (0.19.7, 0.19.8) and

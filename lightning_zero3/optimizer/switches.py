@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizer's switches, as its parts read them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which runs keep upstream's step: those whose step does more than our parts know of."""
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run at its true scale will be like, found out without its GPUs."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lower bounds of times on a given GPU: what must be moved and computed, at the vendor's peak rates.
 
 No run reaches them: kernels reach 60 to 80 % of peak operations, links less, and nothing here waits or launches.

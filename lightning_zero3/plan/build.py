@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A setup's engine, built by this package's own code as a training run builds it, inside a fake world."""
 
 from __future__ import annotations

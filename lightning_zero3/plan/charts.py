@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Charts of plans, as PNG files. Needs matplotlib."""
 
 from __future__ import annotations

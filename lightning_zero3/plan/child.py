@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process in which structures are found out: jobs' JSON on stdin, a file of JSON for each job's answer.
 
 ``python -m lightning_zero3.plan.child FOLDER``. DeepSpeed keeps process groups, hooks and counters for the whole

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command: options to a setup, a setup to a report, a report to a table or to JSON."""
 
 from __future__ import annotations

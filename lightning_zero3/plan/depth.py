@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A whole model's first steps from those of its first layers.
 
 A rehearsal of eight layers takes seconds, one of sixty half a minute. What a layer needs while it is computed doesn't

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A structure at other sizes, by arithmetic on one that DeepSpeed's own set-up gave: other worlds, experts, precisions.
 
 What a rank holds of each tensor, how tensors are put into sub-groups and what is reduced over whom follow DeepSpeed's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run's memory: what is held, from its structure; what its steps take, from rehearsals of it or its first layers."""
 
 from __future__ import annotations

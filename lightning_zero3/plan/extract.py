@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an engine's Stage-3 optimizer holds, as a :class:`~lightning_zero3.plan.structure.Structure`.
 
 Works on a planned engine as on one that trains: the tests compare the two.

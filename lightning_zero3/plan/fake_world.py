@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank of a world that isn't there: no peers, no data, every tensor on the meta device.
 
 DeepSpeed's own set-up runs in it at any size. It is entered in a process of its own

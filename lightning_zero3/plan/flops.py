@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operations of one micro-step on one rank: matrix products only, as ``torch.utils.flop_counter`` counts them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The largest sequence length that fits on a GPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a rank's memory holds, by part and in bytes: arithmetic on a structure and on a rehearsal of the first steps.
 
 What is held between steps follows from the structure: so many elements of so many bytes. What lives for a while was

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Live bytes of tensor storage by kind, on the meta device: memory that isn't there, counted as if it were.
 
 Upstream symbols (torch 2.13): ``torch.utils._python_dispatch.TorchDispatchMode``, which sees every operation;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which model a plan is of: a recipe's full size, or a Hugging Face config in a folder. Nothing is downloaded."""
 
 from __future__ import annotations

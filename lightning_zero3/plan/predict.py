@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a planned run computes and sends in a step, and how fast that could be at best, on each GPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A planned run's first steps, in DeepSpeed's own code, on tensors without memory: what lives when.
 
 The engine of a fake world runs micro-steps and optimizer steps as a training run does: DeepSpeed's hooks fetch,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a plan says, as one JSON object; the tables are made of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One model from a few ranks to thousands: what a rank holds, does and sends at each size of the world."""
 
 from __future__ import annotations

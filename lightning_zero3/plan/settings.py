@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What run is planned: typed, and checked where it is declared."""
 
 from __future__ import annotations

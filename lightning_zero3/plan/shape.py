@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What of a Hugging Face config says how much is computed and sent: widths, heads, experts, kinds of attention."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What stands in for kernels and for decisions that need data, while a rehearsal runs on the meta device.
 
 Each allocates, saves for backward and frees what the real one does; none computes anything. Tokens are taken to be

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What DeepSpeed's set-up of a run looks like on one rank: its parameters, sub-groups, dtypes and buckets.
 
 Only data, all of it JSON: it comes out of a process of its own (:mod:`lightning_zero3.plan.child`).

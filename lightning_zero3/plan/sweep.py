@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All combinations of expert and tensor parallelism, precision and offload of one model on one set of GPUs."""
 
 from __future__ import annotations

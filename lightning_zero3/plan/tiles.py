@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loss in pieces of the sequence, as the recipes compute it: logits exist for one piece at a time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bytes that one rank's collectives move in a step, by kind: what DeepSpeed sends for a given structure.
 
 Exact where no weight, or every weight, stays gathered between forward and backward. In between, a few modules at the

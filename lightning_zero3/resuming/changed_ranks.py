@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a fit goes on when the number of data-parallel ranks has changed: at the same sample, as far as that goes.
 
 Lightning counts batches of a rank. With half the ranks, an epoch has twice as many of them. What is each rank's own,

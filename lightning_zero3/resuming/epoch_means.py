@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an epoch's logged means are made of so far, and the metrics that callbacks and schedulers look at.
 
 Lightning saves neither: after a resume within an epoch its mean is one over the rest, and a scheduler or a callback

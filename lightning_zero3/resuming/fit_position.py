@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where in a fit a checkpoint was saved, and what of the fit's state Lightning doesn't save.
 
 Lightning's checkpoint has counters, and a resume guesses from them where in the loop it was made. Some places look

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saving where a fit stands and going on there: the Lightning hooks of ``Zero3FastStrategy`` that are about that."""
 
 from __future__ import annotations

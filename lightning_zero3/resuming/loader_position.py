@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A resume in the middle of an epoch: the loader goes on with the batch that comes next.
 
 Lightning does that for loaders with ``state_dict`` and ``load_state_dict``, and begins any other anew. Where an epoch's

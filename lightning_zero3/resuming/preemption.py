@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A signal to stop: all ranks save after the same optimizer step, and end with a status that says "try again".
 
 Lightning's handlers save, and broadcast, from inside the handler: collectives begin in the middle of whatever each rank

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The random states of one rank (Python's, NumPy's, torch's, the device's, DeepSpeed's) as a checkpoint can hold them.
 
 Lightning saves none. Tensors, numbers and tuples only, so that an unpickler that allows nothing else reads them.

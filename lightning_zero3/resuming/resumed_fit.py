@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A resumed fit does what the interrupted one would have done next.
 
 What :mod:`lightning_zero3.resuming.fit_position` has written down is made up for in the first pass of Lightning's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning's ``GradientAccumulationScheduler`` with this strategy.
 
 Upstream symbol: ``GradientAccumulationScheduler.on_train_start`` (Lightning 2.6.6), which refuses every

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When a step is taken and whether it counts: the Lightning hooks of ``Zero3FastStrategy`` that are about that.
 
 Upstream symbols (Lightning 2.6.6): ``fit_loop._should_accumulate`` (read), ``handles_gradient_accumulation`` and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which backward is a step's last: Lightning or the user decides, DeepSpeed's engine is told.
 
 Upstream symbols: ``DeepSpeedEngine.backward``, which divides a loss that Lightning has divided already,

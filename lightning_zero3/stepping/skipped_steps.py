@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A step that the engine skips is no step: ``global_step`` and schedulers stay, and the user is told.
 
 Upstream symbols: ``DeepSpeedEngine.was_step_applied`` (0.19.7, 0.19.8); ``_OptimizationProgress``,

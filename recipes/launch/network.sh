@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # shellcheck shell=bash
 # Sourced by torchrun.sh and slurm.sbatch: environment variables of the network between nodes. What is set already stays.
 #

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Start a recipe on several nodes by torchrun: the same command on each node.
 #
 #   HEAD=node0 recipes/launch/torchrun.sh recipes/glm45air.py --config recipes/configs/glm45air_4x8.yaml

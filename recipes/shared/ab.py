@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``--ab SWITCH``: one recipe with a switch (or all of them) off and on, in the same processes, and what that changes.
 
 Fits alternate (A B, B A, ...), so that whatever the machine does meanwhile falls on both arms. Each has the model,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which attention the model computes, and which kernels it finds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of a recipe as folders: which are complete, which is the last, and whether this run can go on from one.
 
 That a checkpoint's files are there and whole is what its manifest says (:mod:`lightning_zero3.checkpoints.manifest`).

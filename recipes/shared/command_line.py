@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a command line and YAML files to settings: defaults by size, nearest names for misspelt options."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training text for the recipes: files, Hugging Face data sets or Python's own source, read into one row of tokens.
 
 Every source is read piece by piece and in a fixed order, so that memory holds tokens and not documents, reading stops

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a recipe's settings to the DeepSpeed config that its strategy starts from."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a run fits its GPUs, by a plan of it, before anything is started."""
 
 from __future__ import annotations

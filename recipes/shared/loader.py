@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The recipes' loader: it can be saved and restored at any batch."""
 
 from __future__ import annotations

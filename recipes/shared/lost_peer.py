@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a rank says when another one has ended or can't be reached."""
 
 from __future__ import annotations

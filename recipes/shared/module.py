@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The LightningModule that all recipes train: a Hugging Face causal language model, built from its config."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What others log and warn about, and a recipe's user need not read."""
 
 from __future__ import annotations

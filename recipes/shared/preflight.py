@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What can be known to be wrong before processes are started, groups made or GPU memory taken, and costs little.
 
 Each check is a function that raises :class:`lightning_zero3.config.SetupError` with what to change. Whether the model

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a recipe is: a name, a model class, and for each of its sizes a config and settings; and its command line."""
 
 from __future__ import annotations

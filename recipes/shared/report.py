@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The end of a recipe: its steps as a table in the terminal, and its course as a chart in a PNG."""
 
 from collections.abc import Mapping, Sequence

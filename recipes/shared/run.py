@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One recipe run, from settings to a trained model, its logs, its table and its chart."""
 
 from __future__ import annotations

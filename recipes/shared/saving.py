@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saving while a recipe trains: every N steps, at the end, and when a scheduler is about to take the machine away."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every option of every recipe, declared once: a recipe's sizes are values of this class, and so is a command line."""
 
 # Annotations stay objects here: a parser can then read them wherever this module was loaded from.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loss of a language model in pieces of its sequence, so that the logits of all tokens never exist at once."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a user runs under a scheduler: a fit that sends itself a signal, as a scheduler would, and prints what happened.
 
 Arguments: a JSON object with ``folder``, ``number`` (a signal's, or null), ``rank`` that gets it (or "all"), ``at``

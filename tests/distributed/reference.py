@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plain Trainer as the reference: the same module, the same global batches in the same order, no sharding."""
 
 from __future__ import annotations

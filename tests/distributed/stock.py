@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning's own ``DeepSpeedStrategy``, able to run on a CPU and with nothing else changed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradient accumulation gives a plain Trainer's numbers: one division, and steps where Lightning counts them."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PEFT's LoRA beside plain PyTorch and PEFT in one process: trained, saved, resumed, exported alone and merged."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saving in the background: the bytes of a save at once, and an end that every rank is told of."""
 
 import io

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The auxiliary loss is in the loss under AutoEP, as in plain Transformers; a coefficient without effect is named."""
 
 from __future__ import annotations

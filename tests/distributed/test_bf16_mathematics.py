@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """In bf16 AutoEP's layers are no further from the fp32 result than Transformers' own layers in bf16 are.
 
 Rounding leaves nothing exact, so both are compared with what plain Transformers computes in fp32 from fp32 weights.

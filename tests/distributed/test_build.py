@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models built in ``configure_model``: partitioned from the start, with the values of a whole one."""
 
 from functools import partial

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Building from a config takes at most a rank's share and twice the largest layer or embedding."""
 
 from __future__ import annotations

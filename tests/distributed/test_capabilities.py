@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An upstream that doesn't call what we hang on gives stock's results and one warning; a mended one, silence."""
 
 import inspect

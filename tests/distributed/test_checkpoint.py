@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints go both ways between ours and stock, and a single file gives back masters, buffers and strictness."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a user writes into weights, gathered or through DeepSpeed's setters, is what the next step starts from."""
 
 from typing import Any

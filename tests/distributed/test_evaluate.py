@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """validate, test and predict, wherever they stand, give the bits of a validation inside fit."""
 
 import tempfile

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A resumed run is the uninterrupted one, bit for bit, wherever in a fit it was saved."""
 
 from __future__ import annotations

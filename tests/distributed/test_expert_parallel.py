@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AutoEP through a Trainer: the same losses, the layers really replaced, errors before anything is trained."""
 
 from typing import Any

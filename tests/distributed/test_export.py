@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trained, exported, and read by Transformers in one process: the same weights to the bit, and the same function."""
 
 from __future__ import annotations

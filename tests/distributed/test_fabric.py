@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fabric(strategy="zero3_fast"): the bits of a Trainer's fit, and everything else that a user's own loop does."""
 
 import contextlib

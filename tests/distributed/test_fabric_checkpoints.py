@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """fabric.save and fabric.load: exact, in the middle of a step too; a Trainer's checkpoints here and Fabric's there."""
 
 import tempfile

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What users write in a loop of their own: several models, closures, schedulers, clipping, loaders; what is refused."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The merged step: every tensor has stock's bits, in every setting that changes how the step goes.
 
 The matrix over precisions, clipping, accumulation and switches is in ``test_same_as_stock.py`` too, for the switches

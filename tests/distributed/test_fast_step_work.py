@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the merged step has to do: collectives, visits, calls, chunks; and what it leaves to upstream."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The census: it counts what upstream really visits, and nothing when nobody asked."""
 
 from typing import Any

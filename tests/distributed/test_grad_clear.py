@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scoped gradient clear: one visit per parameter and step, whatever the number of sub-groups and the release.
 
 Releases up to 0.19.7 clear per sub-group, 0.19.8 once per step. Both behaviours are put on top of whatever is

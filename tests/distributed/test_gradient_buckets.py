@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients of two process groups wait side by side: stock's bits, fewer reductions, no more memory."""
 
 from typing import Any

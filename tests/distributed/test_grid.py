@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every cell of docs/combinations.md's grid that says "tested": a fit through a Trainer beside plain Transformers.
 
 By default a set of cells in which every pair of settings occurs; all of them by ``-m "slow or not slow"``.

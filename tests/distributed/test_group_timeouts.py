@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The strategy's time-out holds for every process group that a fit makes."""
 
 from __future__ import annotations

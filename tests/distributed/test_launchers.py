@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ways to start a run on a CPU, each as a user would: alone, Lightning's launcher, torchrun, SLURM variables."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradient norms per layer in Lightning's hooks: those of a plain Trainer, before clipping."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models and settings that lay out weights in other ways: with the alias on, stock's bits all the same."""
 
 import itertools

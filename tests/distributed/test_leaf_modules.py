@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Experts in lists: ranks that use different ones train, and compute what one process computes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Leaner hooks around modules: stock's bits in every way of using a module, no more live parameters, less work."""
 
 import sys

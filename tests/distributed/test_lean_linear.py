@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linear layers with a leaner function: stock's bits whatever they are given, and nothing left behind."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What Lightning offers around a fit gives a plain Trainer's numbers: logs, callbacks, hooks, settings, LoRA."""
 
 import tempfile

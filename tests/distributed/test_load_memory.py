@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loading takes at most one tensor of the files beyond a rank's share, and each rank reads its share and no more."""
 
 from __future__ import annotations

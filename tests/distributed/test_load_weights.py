@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A checkpoint read slice by slice into partitions, experts and slices is what from_pretrained reads whole."""
 
 from __future__ import annotations

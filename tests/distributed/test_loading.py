@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is loaded is what was asked for, whole, and runs nothing; all is looked at before anything is changed."""
 
 import copy

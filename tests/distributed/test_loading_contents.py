@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What real checkpoints hold is on the list: every precision and layout, schedulers, callbacks, metrics, parameters."""
 
 import argparse

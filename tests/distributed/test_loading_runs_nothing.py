@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Nothing in a checkpoint is run, whichever of its files it is in, unless the user trusts it."""
 
 import shutil

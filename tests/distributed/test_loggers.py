@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``Zero3Monitor`` gives to each logger's own library, read back by that library from disk."""
 
 import csv

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Manual optimization gives a plain Trainer's numbers, however backward, zero_grad and step follow each other."""
 
 from typing import Any

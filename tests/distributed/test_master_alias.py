@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Aliasing: identity, bits, and that it happens exactly where weights and masters would be the same."""
 
 import copy

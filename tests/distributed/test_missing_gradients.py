@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameters that a step doesn't reach: the gradient is zero, as in stages 0 to 2, and never an older step's."""
 
 import itertools

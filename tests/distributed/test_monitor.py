@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``Zero3Monitor`` in real fits: what it logs, over ranks, on which steps, and what it keeps out."""
 
 import contextlib

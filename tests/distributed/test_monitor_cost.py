@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``Zero3Monitor`` adds to a step: nothing where nothing is logged, one collective where something is."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``Zero3Monitor`` logs, where the right answer is known: sleeps, routers, losses, norms, learning rates."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """States of an aliased optimizer to the host and back: the bits of a run that never moved anything.
 
 On the CPU accelerator page-locking is a no-op, so what is tested of it here is which buffer is used, not the speed.

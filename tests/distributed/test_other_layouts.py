@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A fit goes on in another layout of ranks: each number is where it belongs, and losses are the unchanged run's."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``pytorch_lightning`` and ``lightning_fabric``: the same names, the same code, the same bits."""
 
 import importlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A user's parameter groups under AutoEP, which replaces parameters after ``configure_optimizers`` has taken them."""
 
 from __future__ import annotations

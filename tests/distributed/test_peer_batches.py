@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each rank sees under tensor parallelism: peers the same samples, data-parallel ranks others; or an error."""
 
 import re

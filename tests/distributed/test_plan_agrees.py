@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the plan says of a rank's memory against what a run's live tensors take, for tiny models on gloo.
 
 The plan's side runs in a process of its own, on tensors without memory. The run's side is a Trainer with zero3_fast, in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bytes that a plan says are sent, against those of every real collective of a training step."""
 
 from __future__ import annotations

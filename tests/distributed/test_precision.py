@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each cell of docs/precision.md, measured on a fit; what is kept in fp32, and what a warning names."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SIGUSR1 under SLURM, and SIGTERM: all ranks save after the same step, end, and the next start goes on exactly."""
 
 from __future__ import annotations

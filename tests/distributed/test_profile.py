@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``Zero3Profile`` on real ranks: no bit changes, all is put back, and its counts are those of other counters."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``/metrics`` in real fits, scraped by a real Prometheus; and every query of the dashboard."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run resumed at any batch, also between the micro-batches of one step, has the uninterrupted run's bits."""
 
 import warnings

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routers' correction biases move as one process's would, that sees all tokens of a step and moves them by hand."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sub-groups that lie together are updated as one tensor, to stock's bits, and nothing is there twice meanwhile."""
 
 import importlib.util

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What "the same" means: given identical engine calls, every tensor, loss and norm has upstream's bits."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loaders of every kind train as under a plain Trainer; unequal numbers of batches are an error on all ranks."""
 
 import inspect

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AutoEP's layers are the same function as Transformers': logits, losses and every gradient, for each model family."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A checkpoint is saved as a whole or not at all, and what failed on one rank is told on all."""
 
 import os

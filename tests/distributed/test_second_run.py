@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A second fit, a second model, a second Trainer in one process: each its own, and the first gives its memory back."""
 
 import gc

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What users write in ``configure_model`` has the values that it would have had without partitions."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A step that isn't taken is no step: ``global_step`` and schedulers stay, the user is told, a metric counts."""
 
 import warnings

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random lives of an aliased optimizer and of one with a forced copy: after each event every tensor is compared.
 
 Hypothesis draws in the test's own process and sends each event to all ranks, so they all draw the same. ::

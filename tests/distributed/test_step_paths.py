@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The report's table of paths through ``step()``: on each, with the clear on and off, no gradient is left behind.
 
 DeepSpeed has no fp16 on a CPU; its overflow path (``_overflow_clean_up``) is also the one that a norm which is no

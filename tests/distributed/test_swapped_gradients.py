@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An optimizer on NVMe trains as one on the CPU does, wherever in its sub-group a gradient begins."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AutoTP through a Trainer: where ranks sit, what is reported, what stays of an engine, what is refused."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a fit says in the terminal: the table at its end, and the line about an allocation that fails."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``verify_parallel``: passes for what is right, raises on all ranks for what isn't, and leaves no trace."""
 
 from __future__ import annotations

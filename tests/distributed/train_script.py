@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a user runs: a small fit through ``Trainer(strategy="zero3_fast")``, started by the tests in several ways.
 
 Prints one JSON line per rank: global rank, world size, losses, the optimizer's class, the cluster environment.

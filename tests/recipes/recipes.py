@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The recipes by name, and what tests do with any of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``--ab SWITCH``: both arms of a recipe in alternation on real ranks, what is printed, kept and refused."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The recipes' true architectures, on the meta device, and that the tiny ones leave out no kind of anything."""
 
 from __future__ import annotations

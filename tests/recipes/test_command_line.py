@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options: on the command line and in YAML, with defaults by size, and errors that name the nearest option."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every YAML file that is shipped: it loads, and what it asks for can be set up on as many ranks as it says."""
 
 from __future__ import annotations

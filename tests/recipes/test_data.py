@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading training text: every kind of source, the cut into windows, and the errors a user may meet."""
 
 import doctest

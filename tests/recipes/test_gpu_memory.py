@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run that its GPUs can't hold is refused by a plan of it, before anything is started."""
 
 from dataclasses import replace

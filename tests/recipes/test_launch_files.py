@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The files that start a recipe on many nodes: what can be known of them without a cluster."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What all recipes share: the module that is trained, and the Trainer that is built from settings."""
 
 from pathlib import Path

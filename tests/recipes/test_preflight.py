@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is refused before a process group exists or GPU memory is taken."""
 
 from __future__ import annotations

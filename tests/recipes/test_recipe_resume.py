@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A recipe that goes on from a checkpoint has the losses of one that was never interrupted."""
 
 from __future__ import annotations

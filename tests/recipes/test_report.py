@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table and the chart at the end of a recipe."""
 
 import io

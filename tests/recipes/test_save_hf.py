@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A recipe's run ends with a folder that Transformers reads."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loss in tiles: its value, its gradients and its memory, without an engine."""
 
 from __future__ import annotations

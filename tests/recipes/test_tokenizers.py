@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading training text with a tokenizer of the user's own."""
 
 import json

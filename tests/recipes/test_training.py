@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The recipes' own module and strategy on real ranks: options that must not change what is learned, and others."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tutorial: what it goes by, what its tables hold, and the profile that it shows."""
 
 from __future__ import annotations

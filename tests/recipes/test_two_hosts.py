@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recipes on two hosts with networks of their own: the single host's losses; a host that dies; going on afterwards."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is built once for all of these tests."""
 
 import pytest

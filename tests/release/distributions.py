@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The wheel and the sdist, built as ``python -m build`` builds them, without an isolated environment to download."""
 
 from __future__ import annotations

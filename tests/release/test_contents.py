@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is in the wheel and in the sdist, and what their metadata say."""
 
 from __future__ import annotations

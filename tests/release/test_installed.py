@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The wheel, installed: nothing of the repository is used, and nothing but packages is claimed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each source file says its licence, also where it is copied to."""
 
 from __future__ import annotations

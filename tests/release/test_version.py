@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The version stands in ``lightning_zero3/__about__.py``; what has to repeat it says the same."""
 
 from __future__ import annotations

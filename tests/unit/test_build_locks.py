@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who holds a build lock: told by who has the file open, as torch's own lock does."""
 
 from __future__ import annotations

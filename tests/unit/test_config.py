@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The options of the strategy: every type and range that is refused, and what the refusal says."""
 
 import dataclasses

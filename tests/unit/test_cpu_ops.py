@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The build lock of DeepSpeed's CPU op, and where its compiler driver is looked for. Nothing is compiled here."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``lightning-zero3 doctor``, as a user starts it: in a process of its own, with one thing really wrong each time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The join of a user's DeepSpeed config with arguments and options: nothing lost, nothing overruled in silence.
 
 Which argument stands where in a config is asked of Lightning itself, so a wrong path in the tables fails here.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A config and its Trainer: what differs is refused; and what a run without training keeps of a config."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the sizes of expert and tensor parallelism make of a DeepSpeed config."""
 
 import copy

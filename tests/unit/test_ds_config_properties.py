@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Of any config, and any arguments: what is changed, what stays, what stock writes."""
 
 import copy

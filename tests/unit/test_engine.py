@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the engine's builder decides before DeepSpeed is asked."""
 
 import pytest

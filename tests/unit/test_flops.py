@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FLOPs of a model, against a count by hand, and against torch's own counter of what was really run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Peaks of GPUs: known ones by name, none for others."""
 
 import pytest

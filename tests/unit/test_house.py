@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The house as CONTRIBUTING.md and docs/design.md describe it: sizes of files, the layout, layers, opening lines."""
 
 import ast

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plan's memory beside what was reported of MiniMax-M3 on H200s, at its true scale."""
 
 from __future__ import annotations

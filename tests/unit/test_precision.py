@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Combinations of a DeepSpeed config and a precision that would silently mean something else."""
 
 from __future__ import annotations

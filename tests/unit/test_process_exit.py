@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process with collectives still in gloo's hands ends with 0."""
 
 import subprocess

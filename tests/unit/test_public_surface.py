@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What users write against changes on purpose only."""
 
 import re

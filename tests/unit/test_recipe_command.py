@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``lightning-zero3 recipe``: what is listed, copied and started. Runs of the installed one: tests/release."""
 
 from __future__ import annotations

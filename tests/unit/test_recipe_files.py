@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recipes found by name, beside the package. Those inside it, in a wheel: tests/release."""
 
 from __future__ import annotations

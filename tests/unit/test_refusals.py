@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What can't work with partitioned weights is refused before anything is set up, with a remedy."""
 
 import warnings

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The strategy as users make it: options, registry, LightningCLI; and errors before any process group exists."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A name replaced for the length of a block: always put back, and never invented."""
 
 from collections.abc import Callable

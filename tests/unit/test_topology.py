@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layout of ranks: properties of the groups, and DeepSpeed's own rank lists for comparison."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the installed DeepSpeed already does: read from its code, checked here against its parsed source."""
 
 import ast

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The combinations table: up to date, and no row without evidence."""
 
 import ast

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a function's code refers to and calls, whatever it is wrapped in."""
 
 from collections.abc import Callable

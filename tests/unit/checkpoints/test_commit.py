@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A checkpoint's way to its path and from it, killed after each of its file operations."""
 
 import os

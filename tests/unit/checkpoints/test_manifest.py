@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A manifest: what was written is what is read, and damage is named."""
 
 import subprocess

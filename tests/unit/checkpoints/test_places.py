@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A path means the checkpoint that it names, and no other."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files are read whole and unharmed, or refused; what is read can't run anything."""
 
 import argparse

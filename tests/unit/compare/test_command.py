@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``lightning-zero3 compare`` as a user runs it: what it prints and draws, and what it says to input that can't be."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs as CSV, TensorBoard's event files and MLflow's stores: the same numbers from each, and what can't be read."""
 
 import math

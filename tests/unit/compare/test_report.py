@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a comparison concludes: the reports' own conclusions from their figures, and the noise beside a saving."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The statistics of a comparison, against their definitions in exact arithmetic and against scipy."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's timers, on real ones: when they run, and what is read from them."""
 
 from types import SimpleNamespace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory of this process, by a known allocation."""
 
 from collections.abc import Iterator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of metrics: complete, without doubles, with names that tell the unit, and in the docs."""
 
 from collections import Counter

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which errors are out-of-memory errors, and how much they asked for."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks' values into one: the arithmetic, and its place in torchmetrics. Real ranks are in tests/distributed."""
 
 import math

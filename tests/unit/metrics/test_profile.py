@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A profile's arithmetic, on events made by hand; what a GPU's events would give, without one."""
 
 from __future__ import annotations

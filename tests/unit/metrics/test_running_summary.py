@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run summed up as it goes equals the same run summed up from its log."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The clock around optimizer steps, on a clock of our own."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading of metrics.csv and the arithmetic of a run's summary, on files written by hand and by Lightning."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many tokens a batch holds, for the forms of batches that data loaders give."""
 
 from typing import Any, NamedTuple

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What of PEFT's can't be shared out, split, loaded or exported is refused before anything is started."""
 
 from __future__ import annotations

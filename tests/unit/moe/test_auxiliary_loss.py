@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A coefficient without effect is named when the call doesn't ask for router logits either, and only then."""
 
 from __future__ import annotations

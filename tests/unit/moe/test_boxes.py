@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Boxes and ranges against torch's own indexing."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finding the Hugging Face model in a user's module, and what is checked before any process group exists."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is written is what Transformers' own save writes, to the byte; and over a base checkpoint, what that one has."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which modules choose among a list of experts, and which only look like it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AutoEP moves Transformers' output recorders, with our help where the two don't fit, and leaves nothing behind."""
 
 from dataclasses import replace

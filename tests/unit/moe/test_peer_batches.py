@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fingerprints of batches: alike for equal tensors wherever they lie, unlike for any difference that a model sees."""
 
 import dataclasses

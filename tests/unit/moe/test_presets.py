@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which preset a model type gets, which types are refused, and that our own choice computes the model's function."""
 
 import copy

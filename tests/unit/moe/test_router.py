@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which models have correction biases that can be moved; what the others are told."""
 
 from __future__ import annotations

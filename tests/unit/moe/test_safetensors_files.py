@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Broken and hostile folders are refused by the name of the file, and nothing is half-loaded."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small copies of models at their real sizes, with weights on the meta device: shapes and configs are read."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which model is split and how, and what is checked before any process group exists."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names in files and in models, each way, and what of a checkpoint isn't the model's: all against Transformers."""
 
 from __future__ import annotations

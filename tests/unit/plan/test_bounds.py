@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lower bounds of times, by hand."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``lightning-zero3 plan`` as a user runs it: what it prints, and what it says to input that can't be."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A whole model's rehearsal from that of its first layers, beside the whole one."""
 
 from __future__ import annotations

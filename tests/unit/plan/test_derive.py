@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Structures by arithmetic equal those that DeepSpeed's own set-up gives."""
 
 from __future__ import annotations

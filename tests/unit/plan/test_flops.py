@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operations, against torch's own counter on real models and against counts by hand."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans at true scale have the reports' counts; plans of tiny models have what a real run holds."""
 
 from __future__ import annotations

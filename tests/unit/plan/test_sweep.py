@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sweeps, the longest sequence and many ranks: of tiny models, and by hand."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where an epoch goes on with another number of data-parallel ranks: batches of a rank, for as many samples."""
 
 from __future__ import annotations
