@@ -26,6 +26,7 @@ from lightning_zero3.checkpoints import unpickling
 from lightning_zero3.checkpoints.places import MODEL, Place, UnfitCheckpointError
 from lightning_zero3.checkpoints.shards import Shard
 from lightning_zero3.listing import by_kind, shortened
+from lightning_zero3.moe.weight_names import EXPERTS
 
 _ANY_LAYOUT = 'With resume_layout="universal" a checkpoint of another layout is read into this one.'
 
@@ -301,10 +302,11 @@ def require_same_names(module: nn.Module, shard: Shard, left_out: list[str]) -> 
             )
     if any(_reads_in_its_own_way(each) for each in module.modules()):
         return
-    # Experts aren't among the weights by name, but in each rank's parts of what is trained, and of what is frozen.
+    # AutoEP's experts aren't among the weights by name, but in each rank's parts of what is trained or frozen.
     parts = {name for group in shard.model["param_shapes"] for name in group}
     parts |= set(shard.model.get("frozen_param_shapes") or {})
-    missing = [name for name in own if name not in saved and name not in left_out and name not in parts]
+    elsewhere = {name for name in parts if name.endswith(tuple(EXPERTS))}
+    missing = [name for name in own if name not in saved and name not in left_out and name not in elsewhere]
     unexpected = [name for name in saved if name not in own]
     if missing or unexpected:
         raise UnfitCheckpointError(

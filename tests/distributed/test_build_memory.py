@@ -78,7 +78,7 @@ def resident(how: str) -> dict[str, int]:
     return {**sizes(model), "peak": peak.resident}
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-mixed", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", HOW)
 def test_tensors_that_live_during_a_build(ranks, how, precision):
     options = {"dtype": torch.bfloat16} if precision == "bf16-mixed" and how == "from_config" else {}

@@ -61,6 +61,7 @@ def test_lightnings_own_launcher(two_ranks):
     assert two_ranks[0]["losses"] != two_ranks[1]["losses"]
 
 
+@pytest.mark.slow
 def test_torchrun(two_ranks):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0"]
     command += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", str(SCRIPT), "2"]

@@ -123,7 +123,8 @@ def same(layout: str, precision: str) -> int:
 
 
 CASES = [
-    (layout, precision, world_size)
+    # Muon compiles its own arithmetic.
+    pytest.param(layout, precision, world_size, marks=[pytest.mark.slow] * (layout == "Muon"))
     for layout, (*_, precisions, sizes) in LAYOUTS.items()
     for precision, world_size in itertools.product(precisions, sizes)
 ]

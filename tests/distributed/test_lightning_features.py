@@ -197,7 +197,9 @@ def against_plain(name: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[pytest.mark.slow] * each.startswith("compiled")) for each in FEATURES]
+)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_features_give_a_plain_trainers_numbers(ranks, world_size, name):
     if name == "overfit_batches" and world_size > 1:

@@ -186,11 +186,11 @@ def folder_of(case: Case, where: Path) -> str:
 
 SLOW = pytest.mark.slow
 CASES = [
-    Case(experts=2),
-    Case("qwen3_5", precision="32-true", experts=2, recompute=True),
     Case("minimax", bf16_masters=True, experts=2),
 ]
 MORE = [
+    Case(experts=2),
+    Case("qwen3_5", precision="32-true", experts=2, recompute=True),
     Case("glm", tensors=2, precision="32-true"),
     Case("glm", experts=2, offload=True),
     Case("glm", ranks=1, experts=1),

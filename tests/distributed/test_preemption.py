@@ -90,6 +90,7 @@ def interrupted_and_whole(ranks: Any, folder: Path, asked: dict[str, Any]) -> st
     return stopped
 
 
+@pytest.mark.slow
 def test_slurms_signal_on_one_rank_within_a_step(ranks, tmp_path):
     asked = {"number": signal.SIGUSR1, "rank": 1, "at": "train", "batch": 4}
     stopped = interrupted_and_whole(ranks, tmp_path, asked)

@@ -120,7 +120,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", ["glm", *(pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES if each != "glm")]
+)
 def test_models_in_partitions_have_the_values_of_whole_ones(ranks, checkpoint, family, world_size):
     for precision, weights in (("32-true", torch.float32), ("bf16-mixed", torch.bfloat16)):
         for different, losses in ranks(world_size).run(built, family, checkpoint(family), precision, weights):

@@ -218,7 +218,8 @@ def left_behind(options: dict[str, Any]) -> None:
     assert seen[2][1] == seen[1][1], seen
 
 
-@pytest.mark.parametrize("options", [EP2, pytest.param(TP2, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [EP2, TP2], ids=str)
 def test_memory_groups_and_random_states_are_left_as_they_were(ranks, options):
     ranks(2).run(left_behind, options)
 

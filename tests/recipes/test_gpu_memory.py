@@ -24,6 +24,7 @@ def two_layers() -> Memory:
     return planned_memory(settings, recipe.config(settings), ranks=8, expert_parallel_size=8)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_with_its_parts_and_a_way_out(two_layers):
     with pytest.raises(
         SetupError, match=r"needs .* GiB of each GPU, and this machine's have 5\.0: .*--check_memory false"
@@ -32,6 +33,7 @@ def test_what_does_not_fit_is_refused_with_its_parts_and_a_way_out(two_layers):
     refuse_what_does_not_fit(two_layers, two_layers.total)
 
 
+@pytest.mark.slow
 def test_between_steps_a_gpu_has_its_share_and_the_bucket(two_layers):
     """2 bytes of weights, 2 of gradients, 12 of masters and moments, 5·10^8 elements of bucket."""
     recipe = load_recipe("glm45air").RECIPE

@@ -87,7 +87,7 @@ def test_a_benchmark_from_a_file_lists_its_ten_steps(recipe, tmp_path):
     ("arguments", "message"),
     [
         (["--expert_parallel_size", "3"], "expert_parallel_size=3 doesn't divide the 2 ranks"),
-        (["--expert_paralel_size", "2"], "Did you mean --expert_parallel_size"),
+        pytest.param(["--expert_paralel_size", "2"], "Did you mean --expert_parallel_size", marks=pytest.mark.slow),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_message(arguments, message, tmp_path):

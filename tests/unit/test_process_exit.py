@@ -30,6 +30,7 @@ def end_of(way: str) -> int:
     return subprocess.run(command, capture_output=True, timeout=60, check=False).returncode
 
 
+@pytest.mark.slow
 def test_collectives_that_nobody_waited_for_do_not_abort_the_process():
     if all(end_of("only destroyed") == 0 for _ in range(4)):
         pytest.skip("this torch, or this Python, ends well by itself")

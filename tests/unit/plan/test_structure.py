@@ -95,7 +95,9 @@ MINIMAX: dict[str, Any] = {
 DEFAULT = ("Qwen3.5, 26 layers", "MiniMax-M3, 4 layers")
 
 
-@pytest.mark.parametrize("name", [pytest.param("GLM-4.5-Air, 4 layers", marks=pytest.mark.slow), "Qwen3.5, 26 layers"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=pytest.mark.slow) for each in ("GLM-4.5-Air, 4 layers", "Qwen3.5, 26 layers")]
+)
 def test_the_reports_counts(name):
     _, found, expected = reported(name)
     seen = (found.model_parameters, len(found.sub_groups), len(found.trained), found.elements_per_rank)
