@@ -19,7 +19,8 @@ _BEGINNING = """\
 <!-- Made by `python docs/generate.py` from the commands' signatures and docstrings. -->
 
 `lightning-zero3 COMMAND --help` prints the same. A flag may stand without `true`, `--an-option` and `--an_option` are
-the same, and `--config FILE.yaml` reads options from a file. The exit status is 2 for input that can't be used.
+the same, and `--config FILE.yaml` reads options from a file (but for `export`, where it is the model's). The exit
+status is 2 for input that can't be used.
 
 """
 
@@ -35,7 +36,8 @@ here, too. What the recipes are: [recipes](recipes.md).
 _DIFFERENT = """
 ### Defaults
 
-Where they differ between recipes or sizes:
+Where they differ between recipes or sizes. `--expert_parallel_size null` is the largest number that divides ranks and
+experts.
 
 """
 

@@ -28,6 +28,8 @@ _HELD = "_zero3_fast_hooks"
 # Attributes of parameters that say what one engine wants of them.
 _OF_AN_ENGINE = ("_z3_optimizer", "comm_dtype")
 _HOLDS_THE_OPTIMIZER = ("optimizer", "basic_optimizer", "client_optimizer", "lr_scheduler", "client_lr_scheduler")
+# What upstream's hooks keep on modules, bound to their engine.
+_LEFT_ON_MODULES = ("pre_bwd_fn", "post_bwd_fn", "applied_pre_backward_ref_cnt", "ds_grads_remaining")
 _HOOKS = (
     "_forward_pre_hooks",
     "_forward_hooks",
@@ -202,11 +204,16 @@ def remove_engine_hooks(module: nn.Module) -> None:
             hooks = getattr(each, kind)
             for key in [key for key, hook in hooks.items() if _is_an_engines(hook)]:
                 del hooks[key]
+        for name in _LEFT_ON_MODULES:
+            vars(each).pop(name, None)
+        if _is_an_engines(getattr(vars(each).get("forward"), "__func__", None)):
+            del each.forward  # a linear layer's, of a set-up that has failed
 
 
 def _is_an_engines(hook: Any) -> bool:
     home = str(getattr(hook, "__module__", ""))
-    return home.startswith("deepspeed.") and not home.startswith("deepspeed.module_inject")
+    ours = home.startswith("lightning_zero3.optimizer.")
+    return ours or (home.startswith("deepspeed.") and not home.startswith("deepspeed.module_inject"))
 
 
 def _release_gathered(module: nn.Module) -> None:

@@ -34,7 +34,7 @@ def export(
         checkpoint: A folder that the Trainer has saved, or a tag's folder in it.
         out: The folder that is written. It gets this name when it is whole.
         model_config: The config.json of the model that was trained, or a folder with it; by default base's. Tokenizer
-            files and generation_config.json in the folder are copied. --config is the same.
+            files and generation_config.json in the folder are copied. (Also --model_config. No YAML of options.)
         dtype: fp32 writes the masters; bf16 and fp16 write them rounded.
         max_shard_size: The most bytes of a file, such as 5GB.
         base: The Hugging Face folder that the model was loaded from: its names, its config, and what of it wasn't

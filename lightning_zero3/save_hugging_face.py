@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 
 from lightning_zero3.config import SetupError
 from lightning_zero3.moe import export
-from lightning_zero3.moe.adapter_export import MERGE, require_known
+from lightning_zero3.moe.adapter_export import MERGE, ONLY, require_known
 from lightning_zero3.moe.export_contents import precision
 from lightning_zero3.moe.export_folder import require_free
 
@@ -63,10 +63,22 @@ class SaveHuggingFace(pl.Callback):
         self._last = -1
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:  # noqa: ARG002
-        """Refuse a path at which there is something else, before hours of training."""
+        """Refuse a path at which there is something else, before hours of training.
+
+        Raises:
+            NotExportedError: There is.
+            SetupError: The adapter alone would be without what else the run changes.
+        """
         self._last = -1
+        speed = getattr(getattr(trainer.strategy, "options", None), "router_bias_update_speed", None)
+        if self._options["adapters"] == ONLY and speed is not None:
+            raise SetupError(
+                f"adapters='only' with router_bias_update_speed={speed}: the run moves the routers' correction biases, "
+                "which aren't in an adapter's files. Export adapters='merge', or leave the speed out."
+            )
         if stage == "fit" and self.every_n_train_steps is None and trainer.is_global_zero:
-            require_free(self.dirpath, overwrite=True)
+            base, tokenizer, adapters = (self._options[each] for each in ("base", "tokenizer", "adapters"))
+            require_free(self.dirpath, overwrite=True, alone=adapters == ONLY, made_from=(base, tokenizer))
 
     def on_train_batch_end(
         self,

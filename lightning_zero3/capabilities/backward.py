@@ -148,12 +148,18 @@ LEAN_HOOKS = UpstreamFix(
     ),
 )
 
+
+def needs_no_signature(stage3: type[Any]) -> bool:  # noqa: ARG001
+    """Whether DeepSpeed's linear function has no ``setup_context``."""
+    return "setup_context" not in vars(_linear_function())
+
+
 LEAN_LINEAR = UpstreamFix(
     name="lean_linear",
     symbol="deepspeed.runtime.zero.linear.LinearFunctionForZeroStage3",
     reason="has a setup_context, for which torch inspects a signature in every call",
     affected="0.19.8 and earlier",
-    mended=lambda _: "setup_context" not in vars(_linear_function()),
+    mended=needs_no_signature,
     hooks=((("__init__",), "initialize_ds_offload"),),
     expires="torch caches signatures, or DeepSpeed's function needs none",
     uses=(

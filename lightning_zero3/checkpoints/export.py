@@ -88,7 +88,7 @@ def export_checkpoint(
     """
     began = time.perf_counter()
     require_folders(base, *copied_from)
-    require_free(Path(out), overwrite=overwrite)
+    require_free(Path(out), overwrite=overwrite, alone=adapters == ONLY, made_from=(base, *copied_from))
     require_known(adapters)
     base_files = None if base is None else WeightFiles(base)
     place = find(commit.survivor(Path(checkpoint)))

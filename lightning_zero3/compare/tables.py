@@ -86,7 +86,8 @@ def _of_the_whole_step(report: dict[str, Any]) -> str:
     saved, drift = report["metrics"][report["first_metric"]]["saved"], abs(whole["drift"])
     said = (
         f"Whole step: {figure(whole['mean_a'])} → {figure(whole['mean_b'])} ms, {_less_or_more(whole['saved'])}, where "
-        f"this alone would make it {_less_or_more(saved)}; the other {figure(drift)} ms is drift between the runs"
+        f"this alone would make it {_less_or_more(saved)}; the other {figure(drift)} ms is other parts of the step, or "
+        "drift between the runs"
     )
     return said + (", more than what is saved, so whole steps can't show it." if drift > abs(saved) else ".")
 

@@ -47,7 +47,7 @@ def show(report: dict[str, Any], console: Console | None = None) -> None:
         out.print(links["gpu_topology"], markup=False, highlight=False)
     _table(
         out,
-        "Faults of DeepSpeed's Stage 3",
+        "Faults and costs of DeepSpeed's Stage 3",
         ("part", "upstream", "ours", "how that was found"),
         [(f["name"], f["upstream"], "acts" if f["ours"] else "stands aside", f["how"]) for f in report["fixes"] or []],
     )

@@ -12,6 +12,15 @@ from lightning_zero3.capabilities.fixes import UPSTREAM_FIXES
 from lightning_zero3.capabilities.limits import UPSTREAM_LIMITS
 from lightning_zero3.capabilities.probing import UpstreamFix, UpstreamLimit, not_mended
 
+# DeepSpeed's preset → what is tested with it.
+_MODELS = {
+    "deepseek_v3": "GLM-4.5",
+    "qwen3_5_moe": "Qwen3.5-MoE",
+    "minimax_m3": "MiniMax-M3",
+    "mixtral": "Mixtral",
+    "qwen3_moe": "Qwen3-MoE",
+}
+
 
 def fixes(stage3: type[Any], known: Sequence[UpstreamFix] = UPSTREAM_FIXES) -> list[dict[str, Any]]:
     """For each fault of DeepSpeed's Stage-3 optimizer: whether the given class has it, and what ours does.
@@ -167,8 +176,8 @@ def _combinations(seen: dict[str, Any], installed: dict[str, str | None]) -> Ite
         not off,
         f"left to upstream: {', '.join(off)}" if off else "all hooks are there",
     )
-    for preset in ("deepseek_v3", "qwen3_5_moe", "minimax_m3", "mixtral", "qwen3_moe"):
-        models = {"deepseek_v3": "GLM-4.5, DeepSeek-V3"}.get(preset, preset)
+    for preset in _MODELS:
+        models = _MODELS[preset]
         has = preset in presets
         yield f"expert parallelism: {models}", has, "" if has else f"this DeepSpeed's presets: {', '.join(presets)}"
     # What 0.19.8 counts tensor-parallel peers' norms with; 0.19.7 has no such names and fails with both.

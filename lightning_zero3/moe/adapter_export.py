@@ -30,6 +30,7 @@ from lightning_zero3.moe.adapters import (
     base_name,
     copied_from,
     is_added,
+    require_apart,
     tuner_layers,
 )
 
@@ -198,7 +199,12 @@ def outline_of(model: Any, adapters: Adapters) -> Outline:
     Args:
         model: The Hugging Face model, of whatever layers.
         adapters: Its.
+
+    Raises:
+        AdapterError: An adapter is merged, or switched off.
     """
+    for name, layer in tuner_layers(model):
+        require_apart(name, layer)
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
         plain = type(model)(copy.deepcopy(model.config))
     return Outline(plain, adapters)
@@ -235,7 +241,7 @@ def require_restorable(outline: Outline, trained: Iterable[str]) -> None:
             "them. Export adapters='merge', or train copies of them (modules_to_save)."
         )
     how = outline.config.init_lora_weights
-    if isinstance(how, str) and how.startswith(FROM_BASE):
+    if isinstance(how, str) and how.lower().startswith(FROM_BASE):
         raise AdapterError(
             f"The adapter {outline.name!r} has init_lora_weights={how!r}, which has changed the base weights, so it "
             "can't be added to the original ones. Export adapters='merge'."
@@ -246,7 +252,13 @@ def _require_lora(name: str, config: Any) -> None:
     kind = getattr(config.peft_type, "value", config.peft_type)
     if kind != "LORA":
         raise AdapterError(f"The adapter {name!r} is of type {kind}, and LoRA (with its variant DoRA) is exported.")
-    for field in ("trainable_token_indices", "layer_replication", "megatron_config"):
+    for field in (
+        "trainable_token_indices",
+        "layer_replication",
+        "megatron_config",
+        "alora_invocation_tokens",
+        "arrow_config",
+    ):
         if getattr(config, field, None):
             raise AdapterError(f"The adapter {name!r} has {field}, which isn't exported.")
 

@@ -83,6 +83,11 @@ def check(path: str, module: nn.Module, partition: Mapping[str, Any] | None) -> 
                 "Train an adapter of it (target_modules), or leave tensor_parallel_size out."
             )
     for name, layer in wrapped.items():
+        if any(not isinstance(each, nn.Identity) for each in getattr(layer, "lora_dropout", {}).values()):
+            raise AdapterError(
+                f"{_joined(path, name)} has lora_dropout, and with tensor_parallel_size peers would draw it each for "
+                "itself. Take LoraConfig(lora_dropout=0.0), or leave tensor_parallel_size out."
+            )
         if not _is_split(_joined(path, f"{base_name(f'{name}.weight')}"), partition):
             continue
         problem = None
@@ -90,8 +95,6 @@ def check(path: str, module: nn.Module, partition: Mapping[str, Any] | None) -> 
             problem = f"is PEFT's {type(layer).__module__}.{type(layer).__name__}"
         elif any(layer.use_dora.values()) or getattr(layer, "lora_variant", None):
             problem = "is a variant of LoRA (use_dora, aLoRA, ...)"
-        elif any(not isinstance(each, nn.Identity) for each in layer.lora_dropout.values()):
-            problem = "has lora_dropout, which peers would draw each for itself"
         elif any(layer.lora_bias.values()):
             problem = "has lora_bias=True"
         if problem is not None:

@@ -26,7 +26,7 @@ _ADDED = re.compile(r"\.(lora_[A-Za-z_]+|modules_to_save|token_adapter|trainable
 _COPY = re.compile(r"\.modules_to_save\.([^.]+)(?=\.)")
 _WRAPPED = re.compile(r"\.(base_layer|original_module)(?=\.)")
 # Initial values that are computed from the base weights, which these methods may change too.
-FROM_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
+FROM_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga", "mica")
 
 
 class AdapterError(SetupError):
@@ -137,6 +137,22 @@ def copied_from(name: str, adapter: str | None = None) -> str | None:
     return base_name(_COPY.sub("", name))
 
 
+def require_apart(name: str, layer: Any) -> None:
+    """Refuse a layer whose adapter is in its weight already, or is switched off.
+
+    Args:
+        name: What a message calls it.
+        layer: One of PEFT's.
+
+    Raises:
+        AdapterError: It is.
+    """
+    if layer.merged:
+        raise AdapterError(f"The adapter of {name} is merged into its weight already: call unmerge_adapter() first.")
+    if layer.disable_adapters:
+        raise AdapterError(f"The adapter of {name} is switched off: call enable_adapter_layers() first.")
+
+
 def refuse_loading_under(adapters: Adapters) -> None:
     """Refuse base weights for adapters whose first values were computed from others.
 
@@ -150,8 +166,10 @@ def refuse_loading_under(adapters: Adapters) -> None:
         how = getattr(config, "init_lora_weights", True)
         if getattr(config, "use_dora", False):
             said = "use_dora=True"
-        elif isinstance(how, str) and how.startswith(FROM_BASE):
+        elif isinstance(how, str) and how.lower().startswith(FROM_BASE):
             said = f"init_lora_weights={how!r}"
+        elif getattr(config, "kasa_config", None):
+            said = "kasa_config"
         else:
             continue
         raise AdapterError(

@@ -16,6 +16,7 @@ Expires when AutoEP takes PEFT's wrappers along.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_zero3.moe.adapters import AdapterError, tuner_layers
+from lightning_zero3.moe.adapters import AdapterError, require_apart, tuner_layers
 
 # What the wrappers are called in an AutoEP layer. Not inside `experts`: all that is there is partitioned with them.
 EXPERTS, ROUTER = "expert_adapters", "router_adapters"
@@ -64,6 +65,7 @@ def check(model: nn.Module, preset: Any, where: str, *, slices: int = 1) -> None
             )
         for part, module in parts.items():
             for wrapper in _chain(module):
+                require_apart(f"{part} of {where}", wrapper)
                 fits = isinstance(wrapper, ParamWrapper) and getattr(wrapper, "_did_swap_in_out_features", None) == (
                     part.endswith(preset.experts_pattern)
                 )
@@ -142,6 +144,8 @@ def _moe_layers(model: nn.Module, preset: Any) -> dict[str, nn.Module]:
 
 def _chain(module: Any) -> Iterator[Any]:
     """PEFT's wrappers around a module, the outermost first: one for each parameter."""
+    if sys.modules.get("peft") is None:  # nobody has wrapped anything
+        return
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     each: Any = module

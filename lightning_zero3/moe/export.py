@@ -21,7 +21,7 @@ from torch import nn
 
 from lightning_zero3.config import SetupError
 from lightning_zero3.moe.adapter_export import MERGE, ONLY, Outline, outline_of, require_known
-from lightning_zero3.moe.adapters import AdapterError, adapters_of, is_wrapper
+from lightning_zero3.moe.adapters import AdapterError, adapters_of, is_wrapper, tuner_layers
 from lightning_zero3.moe.export_contents import (
     Contents,
     Output,
@@ -195,7 +195,7 @@ def _look(
             f"{type(module).__name__} holds not one Hugging Face model but {there}. Pass the one to export."
         )
     if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
-        require_free(path, overwrite=overwrite)
+        require_free(path, overwrite=overwrite, alone=adapters == ONLY, made_from=(base, tokenizer))
     require_folders(tokenizer)
     model: Any = found[0][1]
     outline = _outline(module, model, adapters)
@@ -217,6 +217,11 @@ def _outline(module: nn.Module, model: Any, adapters: str) -> Outline | None:
     found = adapters_of(model)
     if found is not None:
         return outline_of(model, found)
+    if next(tuner_layers(model), None) is not None:
+        raise AdapterError(
+            f"Layers inside of {type(model).__name__} have adapters of PEFT's that it doesn't know of itself. Wrap the "
+            "whole model: get_peft_model(model, config)."
+        )
     if any(map(is_wrapper, module.modules())):
         raise AdapterError(
             f"{type(module).__name__} has an adapter of PEFT's that isn't in the model's layers, such as a prompt. "

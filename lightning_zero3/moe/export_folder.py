@@ -38,21 +38,29 @@ class NotExportedError(SetupError):
     """An export couldn't be written; what was at its path is as it was."""
 
 
-def require_free(path: Path, *, overwrite: bool) -> None:
+def require_free(
+    path: Path, *, overwrite: bool, alone: bool = False, made_from: Iterable[str | Path | None] = ()
+) -> None:
     """Refuse to write over something.
 
     Args:
         path: Where an export shall be.
         overwrite: Whether an earlier export there is replaced.
+        alone: Whether an adapter alone is written. It replaces no model, and a model replaces no adapter.
+        made_from: Folders that are read, which aren't replaced.
 
     Raises:
         NotExportedError: There is something else, or an earlier one that isn't to be replaced.
     """
     if not os.path.lexists(path) or (path.is_dir() and not any(path.iterdir())):
         return
-    known = any((path / each).is_file() for each in (CONFIG, adapter_export.CONFIG))
+    if any(each is not None and path.resolve() == Path(each).resolve() for each in made_from):
+        raise NotExportedError(f"{path} is read for this export, and would be replaced by it: give another path.")
+    ours, other = (adapter_export.CONFIG, CONFIG) if alone else (CONFIG, adapter_export.CONFIG)
+    known = (path / ours).is_file() and not (path / other).is_file()
     if not (path.is_dir() and not path.is_symlink() and known):
-        raise NotExportedError(f"{path} is there, and is no Hugging Face folder: give another path, or remove it.")
+        kind = "adapter's folder" if alone else "Hugging Face folder of a model"
+        raise NotExportedError(f"{path} is there, and is no {kind}: give another path, or remove it.")
     if not overwrite:
         raise NotExportedError(f"{path} is there and isn't empty: give another path, or overwrite.")
 

@@ -21,7 +21,8 @@ class LeanHooks:
 
     def initialize_ds_offload(self, *arguments: Any, **named: Any) -> Any:
         """As upstream's, which registers the hooks."""
-        if not self.switches.lean_hooks:
+        # ZenFlow transposes weights in upstream's hooks, at each module.
+        if not self.switches.lean_hooks or getattr(self, "zenflow", False):
             return super().initialize_ds_offload(*arguments, **named)  # type: ignore[misc]
         from deepspeed.runtime.zero import stage3
 

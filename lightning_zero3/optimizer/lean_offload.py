@@ -33,6 +33,8 @@ from lightning_zero3.optimizer.rebound import is_leaf, rebound
 
 _Upstream = parameter_offload.DeepSpeedZeRoOffload
 _COUNT = "applied_pre_backward_ref_cnt"
+# What upstream puts on a module, and takes for its own when the next engine is built.
+LEFT_BY_AN_ENGINE = ("pre_bwd_fn", "post_bwd_fn", _COUNT, "ds_grads_remaining")
 
 
 class LeanOffload(parameter_offload.DeepSpeedZeRoOffload):  # type: ignore[misc]
@@ -57,9 +59,15 @@ class LeanOffload(parameter_offload.DeepSpeedZeRoOffload):  # type: ignore[misc]
         return self.param_coordinator if torch.compiler.is_compiling() else self._lean
 
     def _register_deepspeed_module(self, module: Any, *count: Any, **named: Any) -> None:
-        known = "pre_bwd_fn" in module.__dict__
         if module is self.module:
             self._parameters = tuple(module.parameters())
+            self._registered: set[int] = set()
+        known = id(module) in self._registered
+        if not known:
+            self._registered.add(id(module))
+            # Upstream keeps those of an earlier engine, whose coordinator would be asked.
+            for name in LEFT_BY_AN_ENGINE:
+                module.__dict__.pop(name, None)
         super()._register_deepspeed_module(module, *count, **named)
         if not known:
             module.pre_bwd_fn = _applied(_before, self, module, module.pre_bwd_fn)
@@ -104,7 +112,8 @@ class LeanOffload(parameter_offload.DeepSpeedZeRoOffload):  # type: ignore[misc]
         if not self._lean.passes(sub_module, forward=False):
             with torch.no_grad():
                 self._before_backward(sub_module)
-        if self.releases_nothing(sub_module):
+        # The root stays until the pass has ended, as with upstream.
+        if sub_module is not self.module and self.releases_nothing(sub_module):
             self._lean.active.pop(sub_module.ds_id, None)
 
     def post_sub_module_backward_function(self, sub_module: Any) -> None:

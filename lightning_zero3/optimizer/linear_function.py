@@ -26,6 +26,7 @@ from lightning_zero3.optimizer.autograd_calls import called_directly
 from lightning_zero3.optimizer.rebound import rebound
 
 _AVAILABLE = ZeroParamStatus.AVAILABLE
+_TORCHS = torch.nn.Linear.forward
 _Upstream = linear.LinearFunctionForZeroStage3
 _NO_CONTEXT = contextlib.nullcontext()
 
@@ -73,6 +74,10 @@ def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
         self: The layer.
         input: As torch's.
     """
+    if type(self).forward is not _TORCHS:
+        # Somebody has replaced it since, for all layers or this one's class.
+        replaced: torch.Tensor = type(self).forward(self, input)
+        return replaced
     if torch.nn.functional.linear is linear.zero3_linear_wrap and not torch.compiler.is_compiling():
         # dict's own method: upstream's looks each time for what DeepCompile may have left.
         own = self._parameters
@@ -96,7 +101,8 @@ def make_lean(module: torch.nn.Module) -> bool:
     Returns:
         Whether it has got it.
     """
-    if type(module).forward is not torch.nn.Linear.forward or "forward" in module.__dict__:
+    is_torchs = type(module).forward is _TORCHS and _TORCHS.__module__ == torch.nn.Linear.__module__
+    if not is_torchs or "forward" in module.__dict__:
         return False
     module.forward = MethodType(forward, module)
     return True

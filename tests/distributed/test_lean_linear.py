@@ -115,6 +115,13 @@ def copies() -> None:
     assert twin.forward.__self__ is twin
     assert read.forward.__self__ is read
     assert torch.equal(read(x), expected[0])
+    torchs = nn.Linear.forward
+    nn.Linear.forward = lambda self, input: torchs(self, input) + 1  # type: ignore[method-assign]
+    try:
+        assert torch.equal(layer(x), expected[0] + 1)
+        assert not make_lean(nn.Linear(3, 2))
+    finally:
+        nn.Linear.forward = torchs  # type: ignore[method-assign]
     own: Any = layer.forward
     layer.forward = lambda x: own(x) * 2  # somebody else's, over ours
     make_upstreams(layer)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero3 import Zero3FastStrategy
+from lightning_zero3 import STOCK, Zero3FastStrategy
 from lightning_zero3.config import SetupError
 from tests.engines import PRECISIONS
 from tests.fits import Language, Pairs, Regression, Sentences, assert_equal_bits, fit, optimizer_of, tensors_of
@@ -227,6 +227,35 @@ def test_each_run_has_its_own_config_and_switches(ranks):
             ("torch.bfloat16", False),
             ("torch.float32", False),
         ]
+
+
+class Attention(Regression):
+    """Tuples come out of its modules, and plain tensors go in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend, self.read = torch.nn.MultiheadAttention(13, 1), torch.nn.LSTM(13, 13)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        x = self.read(x[None])[0]
+        return super().training_step([self.attend(x, x, x)[0][0], y], batch_idx)
+
+
+def two_fits_of_tuples() -> list[list[float]]:
+    losses = []
+    for options in ({}, STOCK):
+        module = Attention()
+        for _ in range(2):
+            fit(module, Pairs(), strategy(**options))
+        losses.append(module.losses)
+    return losses
+
+
+def test_a_second_engine_has_its_own_hooks_on_modules_that_return_tuples(ranks):
+    for ours, stock in ranks(1).run(two_fits_of_tuples):
+        assert ours == stock
+        assert len(set(ours)) == len(ours)
 
 
 def hpz_and_back() -> list[bool]:

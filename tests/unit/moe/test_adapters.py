@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -13,8 +14,16 @@ from lightning_zero3 import SaveHuggingFace
 from lightning_zero3.config import SetupError
 from lightning_zero3.moe import parallel_layers
 from lightning_zero3.moe.adapter_export import outline_of
-from lightning_zero3.moe.adapters import AdapterError, adapters_of, from_record, plain_record
+from lightning_zero3.moe.adapters import (
+    AdapterError,
+    Adapters,
+    adapters_of,
+    from_record,
+    plain_record,
+    refuse_loading_under,
+)
 from lightning_zero3.moe.export import save_pretrained
+from lightning_zero3.moe.export_folder import NotExportedError
 from lightning_zero3.moe.hugging_face import find_models
 from tests.adapters import adapted, strategy_of
 from tests.models import build, tiny
@@ -48,7 +57,8 @@ def test_the_model_is_found_inside_pefts_wrapper_and_left_as_it_was():
         ({"target_modules": ["q_proj"], "modules_to_save": ["mlp"]}, (2, None), r"modules_to_save has .*\.mlp of"),
         ({"target_modules": "all-linear"}, (2, 2), "has an adapter, and expert_parallel_size with tensor_parallel"),
         ({"target_modules": ["q_proj"], "use_dora": True}, (None, 2), "q_proj is split .* its adapter is a variant"),
-        ({"target_modules": ["o_proj"], "lora_dropout": 0.1}, (None, 2), "o_proj is split .* has lora_dropout"),
+        ({"target_modules": ["o_proj"], "lora_dropout": 0.1}, (None, 2), "o_proj has lora_dropout"),
+        ({"target_modules": ["lm_head"], "lora_dropout": 0.1}, (None, 2), "lm_head has lora_dropout"),
         ({"target_modules": ["o_proj"], "lora_bias": True}, (None, 2), "o_proj is split .* has lora_bias=True"),
         ({"target_modules": ["k_proj"], "modules_to_save": ["q_proj"]}, (None, 2), "modules_to_save has .*q_proj"),
     ],
@@ -65,6 +75,51 @@ def test_another_method_on_experts_or_split_layers_is_refused():
     with pytest.raises(AdapterError, match=r"q_proj is split .* its adapter is PEFT's peft\.tuners\.ia3"):
         targets(layers, (None, 2))
     targets(layers, (2, None))  # where it computes what it computes without
+
+
+def test_expert_parallelism_needs_no_peft(monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "peft"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "peft", None)  # an import raises
+    experts, _, _ = targets(build(tiny("glm")), (2, None))
+    assert experts.path == "net"
+
+
+@pytest.mark.parametrize("state", ["merged into its weight already", "switched off"])
+def test_adapters_that_arent_beside_their_weights_are_refused(tmp_path, state):
+    model = adapted("glm", "all-linear")
+    if state == "switched off":
+        model.base_model.disable_adapter_layers()
+    else:
+        model.merge_adapter()
+    with pytest.raises(AdapterError, match=state):
+        save_pretrained(model, tmp_path / "out")
+    with pytest.raises(AdapterError, match=state):
+        targets(model, (2, None))
+
+
+@pytest.mark.parametrize("fields", [{"init_lora_weights": "OLoRA"}, {"init_lora_weights": "mica"}, {"use_dora": True}])
+def test_base_weights_come_before_adapters_that_are_computed_from_them(fields):
+    adapters = Adapters({"default": peft.LoraConfig(r=2, **fields)}, ("default",))
+    with pytest.raises(AdapterError, match="were computed from the weights that the model had"):
+        refuse_loading_under(adapters)
+
+
+def test_an_adapter_replaces_no_model_and_a_model_no_adapter(tmp_path):
+    base, out = tmp_path / "base", tmp_path / "adapter"
+    build(tiny("glm")).save_pretrained(base)
+    before = {path.name: path.read_bytes() for path in base.iterdir()}
+    model = wrapped(target_modules=["q_proj"])
+    with pytest.raises(NotExportedError, match="is no adapter's folder"):
+        save_pretrained(model, base, adapters="only", overwrite=True)
+    with pytest.raises(NotExportedError, match="is read for this export"):
+        save_pretrained(model, base, base=base, overwrite=True)
+    save_pretrained(model, out, adapters="only")
+    save_pretrained(model, out, adapters="only", overwrite=True)
+    with pytest.raises(NotExportedError, match="is no Hugging Face folder of a model"):
+        save_pretrained(model, out, overwrite=True)
+    assert {path.name: path.read_bytes() for path in base.iterdir()} == before
+    assert sorted(path.name for path in out.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
 
 
 def test_layers_that_the_users_own_config_splits_take_no_adapters():
