@@ -170,7 +170,7 @@ def test_options_that_cant_be(tmp_path, options: dict[str, Any], said):
         (["{0}/none", "{0}/out", "--config", "{0}/none"], "can't be read"),
         (["{0}/none", "{0}/out", "--config", "{0}"], "is no sharded checkpoint"),
         (["{0}/none", "{0}/out", "--config", "{0}", "--dtype", "int8"], "--dtype"),
-        (["{0}/none", "{0}", "--config", "{0}"], "isn't empty"),
+        (["{0}/none", "{0}", "--config", "{0}"], "is read for this export"),
     ],
 )
 def test_the_command_refuses_in_a_line(tmp_path, capsys, arguments, said):
