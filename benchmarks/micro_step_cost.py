@@ -20,7 +20,6 @@ import inspect
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -122,25 +121,9 @@ def micro_step(engine: Any, ids: torch.Tensor, device: str) -> tuple[list[float]
     return times, busy, loss.item()
 
 
-def calls_in(function: Callable[[], Any]) -> int:
-    """How many functions of Python's and C's are called while another one runs, in this thread."""
-    calls = 0
-
-    def count(_: Any, event: str, __: Any) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    sys.setprofile(count)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return calls
-
-
 def calls_in_micro_step(engine: Any, ids: torch.Tensor) -> int:
     """Calls in forward and backward."""
-    calls = calls_in(lambda: engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss))
+    calls = step_arms.calls_in(lambda: engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss))
     engine.step()
     return calls
 

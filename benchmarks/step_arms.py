@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What benchmarks/step_cost.py steps: engines with stock's optimizer or ours, models, counts and memory."""
+"""What step_cost.py and micro_step_cost.py step: engines with stock's optimizer or ours, models, counts and memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import contextlib
 import gc
 import inspect
 import itertools
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -71,6 +72,26 @@ class ManyParameters(nn.Module):
     def forward(self, scale: float) -> torch.Tensor:
         """A loss in which every parameter has a gradient."""
         return torch.stack([parameter.square().sum() for parameter in self.all]).sum() * scale
+
+
+def calls_in(function: Callable[[], Any]) -> int:
+    """How many functions of Python's and C's are called while another one runs, in this thread.
+
+    Args:
+        function: The one that runs.
+    """
+    calls = 0
+
+    def count(_: Any, event: str, __: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return calls
 
 
 def switches(**on: bool) -> Any:

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_zero3.capabilities.backward import LEFT_ON_MODULES
+
 _NAME = "_zero3_fast_engine"
 # On an engine that was ended, so that whoever still has it can be told.
 _ENDED = "zero3_fast_ended"
@@ -28,8 +30,6 @@ _HELD = "_zero3_fast_hooks"
 # Attributes of parameters that say what one engine wants of them.
 _OF_AN_ENGINE = ("_z3_optimizer", "comm_dtype")
 _HOLDS_THE_OPTIMIZER = ("optimizer", "basic_optimizer", "client_optimizer", "lr_scheduler", "client_lr_scheduler")
-# What upstream's hooks keep on modules, bound to their engine.
-_LEFT_ON_MODULES = ("pre_bwd_fn", "post_bwd_fn", "applied_pre_backward_ref_cnt", "ds_grads_remaining")
 _HOOKS = (
     "_forward_pre_hooks",
     "_forward_hooks",
@@ -204,7 +204,7 @@ def remove_engine_hooks(module: nn.Module) -> None:
             hooks = getattr(each, kind)
             for key in [key for key, hook in hooks.items() if _is_an_engines(hook)]:
                 del hooks[key]
-        for name in _LEFT_ON_MODULES:
+        for name in LEFT_ON_MODULES:
             vars(each).pop(name, None)
         if _is_an_engines(getattr(vars(each).get("forward"), "__func__", None)):
             del each.forward  # a linear layer's, of a set-up that has failed

@@ -66,6 +66,9 @@ GRADIENT_BUCKETS = UpstreamFix(
     ),
 )
 
+# What upstream's hooks keep on modules, bound to their engine; the next engine would take it for its own.
+LEFT_ON_MODULES = ("pre_bwd_fn", "post_bwd_fn", "applied_pre_backward_ref_cnt", "ds_grads_remaining")
+
 _PRIVATE = "_PartitionedParameterCoordinator__"
 _ACTIVE = f"{_PRIVATE}active_backward_submodules"
 LEAN_HOOKS = UpstreamFix(

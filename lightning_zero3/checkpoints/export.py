@@ -27,10 +27,10 @@ from lightning_zero3.listing import first_few
 from lightning_zero3.moe.adapter_export import MERGE, ONLY, Outline, require_known
 from lightning_zero3.moe.adapters import Adapters, base_name, config_of, copied_from, from_record, is_added
 from lightning_zero3.moe.export import ExportReport, finish, require_folders, write_parts
-from lightning_zero3.moe.export_contents import Contents, contents_with, sources_of
+from lightning_zero3.moe.export_contents import Contents, contents_with, held_as_named, sources_of
 from lightning_zero3.moe.export_folder import ExportFolder, require_free
 from lightning_zero3.moe.safetensors_files import WeightFiles
-from lightning_zero3.moe.weight_names import LayerNames, held_tensors, of_layers
+from lightning_zero3.moe.weight_names import LayerNames, of_layers
 from lightning_zero3.moe.weight_pieces import Held, Piece, covering
 
 _FILE = re.compile(rf"zero_pp_rank_(\d+)_mp_rank_(\d+){re.escape(MODEL)}")
@@ -96,8 +96,9 @@ def export_checkpoint(
     found = _adapters(place, every, adapter_config)
     outline = None if found is None else Outline(model, found)
     merging = outline if adapters == MERGE else None
-    tensors = _tensors(model, merging)
-    trained = [] if outline is None else _trained(next(iter(every.values())), {own[0] for own in tensors.values()})
+    tensors = held_as_named(model, merging)
+    names = {each.name for _, each in tensors.values()}
+    trained = [] if outline is None else _trained(next(iter(every.values())), names)
     contents = contents_with(outline, adapters, model, sources_of(tensors), dtype, base_files, trained)
     held = _held(place, every, contents, model, merging)
     plan = {
@@ -153,16 +154,6 @@ def _trained(shard: Shard, names: set[str]) -> list[str]:
     layers = LayerNames.like(names)
     theirs = {base_name(of_layers(name, layers)[0]) for group in shard.model["param_shapes"] for name in group}
     return [name for name in names if any(each == name or each.endswith(f".{name}") for each in theirs)]
-
-
-def _tensors(model: Any, merging: Outline | None) -> dict[str, Any]:
-    """Transformers' tensors by the names that the checkpoint's are found by."""
-    tensors = {}
-    for own, (tensor, held) in held_tensors(model).items():
-        name = held.name if merging is None else merging.name_merged(held.name, own)
-        if name is not None:
-            tensors[own] = name, held.whole, tensor
-    return tensors
 
 
 def _held(

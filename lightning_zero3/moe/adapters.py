@@ -60,18 +60,27 @@ def is_wrapper(module: nn.Module) -> bool:
     return isinstance(module, (peft.PeftModel, peft.PeftMixedModel, BaseTuner))
 
 
+def is_tuner_layer(module: object) -> bool:
+    """Whether a module is PEFT's, around a layer; without PEFT, none is.
+
+    Args:
+        module: Any module.
+    """
+    if sys.modules.get("peft") is None:
+        return False
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return isinstance(module, BaseTunerLayer)
+
+
 def tuner_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """The layers of a model that PEFT has wrapped, with their names.
 
     Args:
         model: Any module.
     """
-    if sys.modules.get("peft") is None:
-        return
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
     for name, module in model.named_modules():
-        if isinstance(module, BaseTunerLayer):
+        if is_tuner_layer(module):
             yield name, module
 
 

@@ -16,7 +16,6 @@ Expires when AutoEP takes PEFT's wrappers along.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_zero3.moe.adapters import AdapterError, require_apart, tuner_layers
+from lightning_zero3.moe.adapters import AdapterError, is_tuner_layer, require_apart, tuner_layers
 
 # What the wrappers are called in an AutoEP layer. Not inside `experts`: all that is there is partitioned with them.
 EXPERTS, ROUTER = "expert_adapters", "router_adapters"
@@ -144,14 +143,10 @@ def _moe_layers(model: nn.Module, preset: Any) -> dict[str, nn.Module]:
 
 def _chain(module: Any) -> Iterator[Any]:
     """PEFT's wrappers around a module, the outermost first: one for each parameter."""
-    if sys.modules.get("peft") is None:  # nobody has wrapped anything
-        return
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
     each: Any = module
-    while isinstance(each, BaseTunerLayer):
+    while is_tuner_layer(each):
         yield each
-        each = each.base_layer  # type: ignore[attr-defined]
+        each = each.base_layer
 
 
 # Which wrapper adds to a weight, for which experts, and to which half of what two weights are to PEFT.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from lightning_zero3.moe.export_contents import (
     Output,
     Source,
     contents_with,
+    held_as_named,
     precision,
     sources_of,
 )
@@ -36,7 +37,6 @@ from lightning_zero3.moe.hugging_face import find_models
 from lightning_zero3.moe.own_part import own_values, range_of, require_readable
 from lightning_zero3.moe.safetensors_files import WeightFiles
 from lightning_zero3.moe.sharded_build import outside_zero_init
-from lightning_zero3.moe.weight_names import held_tensors
 from lightning_zero3.moe.weight_pieces import Held, Piece, covering
 
 __all__ = ["ExportReport", "NotExportedError", "save_pretrained"]
@@ -199,11 +199,10 @@ def _look(
     require_folders(tokenizer)
     model: Any = found[0][1]
     outline = _outline(module, model, adapters)
-    held_by_name = _called(held_tensors(model), outline if adapters == MERGE else None)
-    sources = sources_of({name: (held.name, held.whole, t) for name, (t, held) in held_by_name.items()})
+    held_by_name = held_as_named(model, outline if adapters == MERGE else None)
     base_files = None if base is None else WeightFiles(base)
     trained = [held.name for t, held in held_by_name.values() if t.requires_grad]
-    contents = contents_with(outline, adapters, model, sources, dtype, base_files, trained)
+    contents = contents_with(outline, adapters, model, sources_of(held_by_name), dtype, base_files, trained)
     pieces: dict[str, dict[str, Piece]] = {}
     for name, (tensor, held) in held_by_name.items():
         part = range_of(tensor)
@@ -228,14 +227,6 @@ def _outline(module: nn.Module, model: Any, adapters: str) -> Outline | None:
             "LoRA is exported; pass the model inside it to export that alone."
         )
     return None
-
-
-def _called(held: dict[str, Any], outline: Outline | None) -> dict[str, Any]:
-    """What a rank holds, a copy that PEFT has trained by the name of what it stands in for."""
-    if outline is None:
-        return held
-    named = {own: outline.name_merged(each.name, own) for own, (_, each) in held.items()}
-    return {own: (held[own][0], replace(held[own][1], name=name)) for own, name in named.items() if name is not None}
 
 
 def require_folders(*paths: str | Path | None) -> None:

@@ -19,6 +19,7 @@ from lightning_zero3.moe.adapters import AdapterError, is_added
 from lightning_zero3.moe.boxes import Block, Ints
 from lightning_zero3.moe.file_names import FileNames, FilePart
 from lightning_zero3.moe.safetensors_files import DTYPES, WeightFiles
+from lightning_zero3.moe.weight_names import Held, held_tensors
 from lightning_zero3.moe.weight_plan import UnfitWeightsError
 
 # What `dtype` may be.
@@ -277,20 +278,35 @@ def _kept_in_fp32(model: Any) -> re.Pattern[str] | None:
     return re.compile("|".join(rf"(?:(?:^|\.){each}(?:$|\.))" for each in modules)) if modules else None
 
 
-def sources_of(tensors: Mapping[str, tuple[str, Ints, Any]]) -> list[Source]:
+def held_as_named(model: Any, merging: Outline | None) -> dict[str, tuple[torch.Tensor, Held]]:
+    """A model's :func:`~lightning_zero3.moe.weight_names.held_tensors`, a trained copy by what it stands in for.
+
+    Args:
+        model: A Hugging Face model, of whatever layers.
+        merging: The outline of its adapter, where that is merged.
+    """
+    held = held_tensors(model)
+    if merging is None:
+        return held
+    named = {own: merging.name_merged(each.name, own) for own, (_, each) in held.items()}
+    return {own: (held[own][0], replace(held[own][1], name=name)) for own, name in named.items() if name is not None}
+
+
+def sources_of(tensors: Mapping[str, tuple[torch.Tensor, Held]]) -> list[Source]:
     """A model's tensors, each once.
 
     Args:
-        tensors: The model's own name → Transformers' name, whole shape, and the parameter or buffer. Several names with
-            one shape may be parts of one tensor of Transformers', and one tensor may have several names.
+        tensors: Of :func:`held_as_named`. Several may be parts of one tensor of Transformers', and one tensor may have
+            several names.
     """
     tied: dict[int, list[str]] = defaultdict(list)
     found: dict[str, Source] = {}
-    for theirs, shape, tensor in tensors.values():
+    for tensor, held in tensors.values():
+        theirs = held.name
         if theirs not in tied[id(tensor)]:
             tied[id(tensor)].append(theirs)
         buffer = not isinstance(tensor, torch.nn.Parameter)
-        found.setdefault(theirs, Source((theirs,), shape, tensor.dtype, buffer))
+        found.setdefault(theirs, Source((theirs,), held.whole, tensor.dtype, buffer))
     names_of = {theirs: tuple(names) for names in tied.values() for theirs in names}
     taken: set[str] = set()
     sources = []

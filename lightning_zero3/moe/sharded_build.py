@@ -153,8 +153,10 @@ def _built_by_peft() -> bool:
     """Whether PEFT is the one of PEFT and Transformers that is building a module.
 
     It writes first values, and other dtypes, into the modules that it has built, which in partitions of size 0 does
-    nothing or loses them: LoRA would not start at zero. Whole adapters are small; the engine partitions them.
+    nothing or loses them: LoRA would not start at zero. Adapters stay whole until the engine partitions them.
     """
+    if sys.modules.get("peft") is None:  # no walk up the stack for each module of a model without adapters
+        return False
     frame: Any = sys._getframe(1)
     while frame is not None:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]

@@ -26,6 +26,7 @@ import torch
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.utils import apply_to_tensors_only
 
+from lightning_zero3.capabilities.backward import LEFT_ON_MODULES
 from lightning_zero3.capabilities.probing import unwrapped
 from lightning_zero3.optimizer.autograd_calls import called_directly
 from lightning_zero3.optimizer.lean_coordinator import LeanCoordinator
@@ -33,8 +34,6 @@ from lightning_zero3.optimizer.rebound import is_leaf, rebound
 
 _Upstream = parameter_offload.DeepSpeedZeRoOffload
 _COUNT = "applied_pre_backward_ref_cnt"
-# What upstream puts on a module, and takes for its own when the next engine is built.
-LEFT_BY_AN_ENGINE = ("pre_bwd_fn", "post_bwd_fn", _COUNT, "ds_grads_remaining")
 
 
 class LeanOffload(parameter_offload.DeepSpeedZeRoOffload):  # type: ignore[misc]
@@ -66,7 +65,7 @@ class LeanOffload(parameter_offload.DeepSpeedZeRoOffload):  # type: ignore[misc]
         if not known:
             self._registered.add(id(module))
             # Upstream keeps those of an earlier engine, whose coordinator would be asked.
-            for name in LEFT_BY_AN_ENGINE:
+            for name in LEFT_ON_MODULES:
                 module.__dict__.pop(name, None)
         super()._register_deepspeed_module(module, *count, **named)
         if not known:

@@ -92,6 +92,16 @@ def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
     return torch.nn.Linear.forward(self, input)
 
 
+def is_torchs(function: Any) -> bool:
+    """Whether a ``torch.nn.Linear.forward`` is torch's, and not one that somebody had put there before.
+
+    Args:
+        function: The method. One that ``functools.wraps`` torch's says that it is of torch's module; its code doesn't.
+    """
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename == torch.nn.modules.linear.__file__
+
+
 def make_lean(module: torch.nn.Module) -> bool:
     """Give a linear layer the leaner function; any other module stays as it is.
 
@@ -101,8 +111,7 @@ def make_lean(module: torch.nn.Module) -> bool:
     Returns:
         Whether it has got it.
     """
-    is_torchs = type(module).forward is _TORCHS and _TORCHS.__module__ == torch.nn.Linear.__module__
-    if not is_torchs or "forward" in module.__dict__:
+    if type(module).forward is not _TORCHS or not is_torchs(_TORCHS) or "forward" in module.__dict__:
         return False
     module.forward = MethodType(forward, module)
     return True

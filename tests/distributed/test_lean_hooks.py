@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Leaner hooks around modules: stock's bits in every way of using a module, no more live parameters, less work."""
 
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.step_arms import calls_in
 from lightning_zero3.config import Zero3Options
 from lightning_zero3.substitution import substituted
 from tests.engines import build
@@ -268,22 +268,6 @@ def counted(function: Callable[[], Any], *what: tuple[Any, str]) -> list[int]:
             stack.enter_context(substituted(owner, name, counting(index, getattr(owner, name))))
         function()
     return counts
-
-
-def calls_in(function: Callable[[], Any]) -> int:
-    """How many functions are called while another one runs, in this thread."""
-    calls = 0
-
-    def count(_: Any, event: str, __: Any) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    sys.setprofile(count)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return calls
 
 
 ARMS = {"stock": None, "ours": (True, True), "hooks": (True, False), "linear": (False, True), "off": (False, False)}

@@ -2,6 +2,7 @@
 """Linear layers with a leaner function: stock's bits whatever they are given, and nothing left behind."""
 
 import copy
+import functools
 import pickle
 from typing import Any
 
@@ -95,7 +96,7 @@ def test_every_call_of_a_linear_layer_has_stocks_bits(ranks):
 def copies() -> None:
     from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
-    from lightning_zero3.optimizer.linear_function import make_lean, make_upstreams
+    from lightning_zero3.optimizer.linear_function import is_torchs, make_lean, make_upstreams
 
     layer, parametrized = nn.Linear(3, 2), parametrizations.weight_norm(nn.Linear(3, 2))
     x = torch.randn(4, 3)
@@ -120,6 +121,8 @@ def copies() -> None:
     try:
         assert torch.equal(layer(x), expected[0] + 1)
         assert not make_lean(nn.Linear(3, 2))
+        assert not is_torchs(functools.wraps(torchs)(nn.Linear.forward))
+        assert is_torchs(torchs)
     finally:
         nn.Linear.forward = torchs  # type: ignore[method-assign]
     own: Any = layer.forward
