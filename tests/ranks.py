@@ -118,6 +118,8 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, environment:
     lightning_zero3.cpu_ops.prepare()
     import deepspeed
 
+    from lightning_zero3.moe.tensor_parallel import forget_other_layouts
+
     deepspeed.init_distributed("gloo", verbose=False)
     # DeepSpeed collects garbage in every offload: what the imports made must not be walked each time.
     gc.collect()
@@ -139,6 +141,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, environment:
             torch.manual_seed(0)
             # For tests of stock's strategy; ours does it itself.
             lightning_zero3.engine_end.forget_what_engines_leave({})
+            forget_other_layouts(tensor_parallel_size=1)
             answer = ("value", getattr(modules[path], name)(*arguments))
         except BaseException:
             answer = ("error", traceback.format_exc())

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from transformers import Glm4MoeForCausalLM
@@ -47,6 +49,12 @@ def largest(folder: str) -> int:
     return max(tensor.nbytes for tensor in WeightFiles(folder).tensors.values())
 
 
+def told(folder: str) -> int:
+    """Bytes by which two ranks agree on the files; gloo's thread may let go of them after the collective is over."""
+    pickled, length = len(pickle.dumps((WeightFiles(folder).fingerprint(), None))), 8
+    return (1 + 2) * (pickled + length)
+
+
 def live_tensors(folder: str, live: bool) -> dict[str, int]:
     module = Measured(folder, live=live)
     strategy = Zero3FastStrategy(expert_parallel_size=2 if live else None)
@@ -67,7 +75,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_tensors_that_live_while_loading(ranks, folder, live):
     for seen in ranks(2).run(live_tensors, folder, live):
         # The share was there before; a tensor of the files is mapped, not copied, and counts whole all the same.
-        assert 0 < seen["peak"] <= largest(folder) < seen["share"] / 3
+        assert 0 < seen["peak"] <= largest(folder) + told(folder) < seen["share"] / 3
         assert abs(seen["read"] - seen["share"]) < 0.01 * seen["share"]
 
 
