@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_zero3 import STOCK, Zero3FastStrategy
 from lightning_zero3.config import SetupError
+from lightning_zero3.substitution import substituted
 from tests.engines import PRECISIONS
 from tests.fits import Language, Pairs, Regression, Sentences, assert_equal_bits, fit, optimizer_of, tensors_of
 from tests.models import build, tiny
@@ -243,11 +244,22 @@ class Attention(Regression):
 
 
 def two_fits_of_tuples() -> list[list[float]]:
-    losses = []
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+
+    upstream, asked, losses = DeepSpeedZeRoOffload.pre_sub_module_backward_function, [], []
+
+    def before_backward(offload: Any, sub_module: nn.Module) -> Any:
+        asked.append(offload)
+        return upstream(offload, sub_module)
+
     for options in ({}, STOCK):
         module = Attention()
         for _ in range(2):
-            fit(module, Pairs(), strategy(**options))
+            asked.clear()
+            with substituted(DeepSpeedZeRoOffload, "pre_sub_module_backward_function", before_backward):
+                trainer = fit(module, Pairs(), strategy(**options))
+            assert all(each is optimizer_of(trainer).parameter_offload for each in asked)
+            assert asked or options is not STOCK
         losses.append(module.losses)
     return losses
 
