@@ -93,6 +93,15 @@ def test_every_call_of_a_linear_layer_has_stocks_bits(ranks):
     ranks(1).run(against_stock)
 
 
+def make_gathered(layer: nn.Linear) -> nn.Linear:
+    """As an engine's layer is when it's called."""
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    for parameter in layer.parameters():
+        parameter.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
+    return layer
+
+
 def copies() -> None:
     from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
@@ -118,13 +127,19 @@ def copies() -> None:
     assert torch.equal(read(x), expected[0])
     torchs = nn.Linear.forward
     nn.Linear.forward = lambda self, input: torchs(self, input) + 1  # type: ignore[method-assign]
+    gathered = make_gathered(copy.deepcopy(layer))
     try:
         assert torch.equal(layer(x), expected[0] + 1)
+        nn.functional.linear = zero3_linear_wrap
+        assert torch.equal(gathered(x), expected[0] + 1)
         assert not make_lean(nn.Linear(3, 2))
         assert not is_torchs(functools.wraps(torchs)(nn.Linear.forward))
         assert is_torchs(torchs)
     finally:
         nn.Linear.forward = torchs  # type: ignore[method-assign]
+        own_function = gathered(x).grad_fn.name()
+        nn.functional.linear = before
+    assert own_function != layer(x).grad_fn.name(), "the leaner function isn't called at all"
     own: Any = layer.forward
     layer.forward = lambda x: own(x) * 2  # somebody else's, over ours
     make_upstreams(layer)
