@@ -28,7 +28,7 @@ from deepspeed.runtime.zero.utils import apply_to_tensors_only
 
 from lightning_zero3.capabilities.backward import LEFT_ON_MODULES
 from lightning_zero3.capabilities.probing import unwrapped
-from lightning_zero3.optimizer.autograd_calls import called_directly
+from lightning_zero3.optimizer.autograd_calls import called_directly, refuse_transforms
 from lightning_zero3.optimizer.lean_coordinator import LeanCoordinator
 from lightning_zero3.optimizer.rebound import is_leaf, rebound
 
@@ -142,6 +142,7 @@ def _before_call(offload: LeanOffload, gather: Any, mark: Any) -> Callable[..., 
         if torch.compiler.is_compiling():
             gather(module, inputs)
             return mark(module, inputs)
+        refuse_transforms()
         offload.pre_sub_module_forward_function(module)
         module.__dict__["ds_grads_remaining"] = 0
         if offload.releases_nothing(module):

@@ -8,8 +8,8 @@ call; its backward enters ``torch.autocast`` where there is none. Ours runs upst
 backward. Only layers whose forward is ``torch.nn.Linear``'s own get it, on themselves, and lose it with their engine.
 Detected by ``capabilities.LEAN_LINEAR``. Expires when torch caches signatures, or DeepSpeed's function needs none.
 
-Where the function isn't in place, under Dynamo and under transforms of ``torch.func``, for weights that aren't
-gathered, and for layers without a weight of their own (parametrizations), all is torch's and upstream's.
+Where the function isn't in place, under Dynamo, for weights that aren't gathered, and for layers without a weight of
+their own (parametrizations), all is torch's and upstream's.
 """
 
 from __future__ import annotations

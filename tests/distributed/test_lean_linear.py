@@ -6,14 +6,16 @@ import functools
 import pickle
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from lightning_zero3 import Zero3FastStrategy
 from lightning_zero3.config import Zero3Options
 from tests.distributed.test_lean_hooks import STEPS, WIDTH
 from tests.engines import PRECISIONS, build
-from tests.fits import assert_equal_bits, tensors_of
+from tests.fits import Pairs, Regression, assert_equal_bits, fit, tensors_of
 
 
 class Scaled(nn.Linear):
@@ -138,6 +140,8 @@ def copies() -> None:
     finally:
         nn.Linear.forward = torchs  # type: ignore[method-assign]
         own_function = gathered(x).grad_fn.name()
+        with pytest.raises(RuntimeError, match="can't be gathered under a transform"):
+            torch.func.grad(lambda value: gathered(value).sum())(x)  # DeepSpeed's own ends the process
         nn.functional.linear = before
     assert own_function != layer(x).grad_fn.name(), "the leaner function isn't called at all"
     own: Any = layer.forward
@@ -150,3 +154,39 @@ def copies() -> None:
 
 def test_copies_of_a_layer_are_their_own(ranks):
     ranks(1).run(copies)
+
+
+class Transformed(Regression):
+    """Tries a transform of torch.func around a part of itself, and goes on without."""
+
+    def __init__(self, transform: str = "") -> None:
+        super().__init__()
+        self.inner, self.transform = nn.Sequential(nn.Linear(13, 13), nn.Tanh()), transform
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        tried = {
+            "grad": lambda: torch.func.grad(lambda value: self.inner(value).sum())(x),
+            "vmap": lambda: torch.func.vmap(self.inner)(x),
+            "jvp": lambda: torch.func.jvp(self.inner, (x,), (x,)),
+        }
+        if self.transform:
+            with pytest.raises(RuntimeError, match="can't be gathered under a transform"):
+                tried[self.transform]()
+        return super().training_step([self.inner(x), y], batch_idx)
+
+
+def transformed() -> list[list[float]]:
+    losses = []
+    for transform in ("", "grad", "vmap", "jvp"):
+        torch.manual_seed(0)
+        module = Transformed(transform)
+        fit(module, Pairs(), Zero3FastStrategy())
+        losses.append(module.losses)
+    return losses
+
+
+def test_transforms_of_torch_func_are_refused_before_they_break_weights(ranks):
+    """With DeepSpeed's own hooks the first one ends the process."""
+    for losses in ranks(2).run(transformed):
+        assert losses == [losses[0]] * 4
