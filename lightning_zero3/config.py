@@ -38,7 +38,23 @@ _SWITCHES = (*get_args(Switch), "verify_parallel", "async_save", "stock_semantic
 
 
 @dataclass(frozen=True, kw_only=True)
-class Zero3Options:
+class StepSwitches:
+    """Those of :class:`Zero3Options` that the optimizer reads; they are explained there."""
+
+    scoped_grad_clear: bool = True
+    alias_master_weights: bool = True
+    coalesce_grad_norms: bool = True
+    batch_optimizer_step: bool = True
+    coalesce_persistent_gather: bool = True
+    skip_redundant_release: bool = True
+    bucket_per_process_group: bool = True
+    lean_hooks: bool = True
+    lean_linear: bool = True
+    step_bytes_budget: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Zero3Options(StepSwitches):
     """Options of the ``zero3_fast`` strategies.
 
     Args:
@@ -94,16 +110,6 @@ class Zero3Options:
     ValueError: expert_parallel_size=0: a whole number of ranks, 1 or more, or None for no expert parallelism.
     """
 
-    scoped_grad_clear: bool = True
-    alias_master_weights: bool = True
-    coalesce_grad_norms: bool = True
-    batch_optimizer_step: bool = True
-    coalesce_persistent_gather: bool = True
-    skip_redundant_release: bool = True
-    bucket_per_process_group: bool = True
-    lean_hooks: bool = True
-    lean_linear: bool = True
-    step_bytes_budget: int | None = None
     expert_parallel_size: int | None = None
     expert_parallel_preset: str | None = None
     router_bias_update_speed: float | None = None

@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 
 import lightning_zero3.cli
+from lightning_zero3 import precision
 from lightning_zero3.capabilities.fixes import UPSTREAM_FIXES
 from tests.docs.blocks import ROOT
 
@@ -55,6 +56,10 @@ def generated(monkeypatch) -> dict[str, str]:
 def test_pages_made_from_the_code_are_up_to_date(generated):
     for name, text in generated.items():
         assert (DOCS / name).read_text() == text, f"{name}: run `python docs/generate.py`"
+
+
+def test_the_table_is_found_within_the_page_that_is_written_by_hand(generated):
+    assert precision.markdown() in generated["precision.md"]
 
 
 def test_every_option_and_command_has_its_row(generated):

@@ -57,12 +57,3 @@ def test_a_plugin_that_goes_past_the_engine_is_refused_before_any_process_group(
     with pytest.raises(ConfigConflictError, match=f"the plugin {type(plugin).__name__}"):
         trainer.fit(Regression(), DataLoader(Pairs(), batch_size=2))
     assert not torch.distributed.is_initialized()
-
-
-def test_the_page_is_the_tables():
-    from pathlib import Path
-
-    from lightning_zero3.precision import markdown
-
-    page = Path(__file__).parents[2] / "docs" / "precision.md"
-    assert markdown() in page.read_text()
