@@ -18,9 +18,9 @@ _BEGINNING = """\
 
 <!-- Made by `python docs/generate.py` from the commands' signatures and docstrings. -->
 
-`lightning-zero3 COMMAND --help` prints the same. A flag may stand without `true`, `--an-option` and `--an_option` are
-the same, and `--config FILE.yaml` reads options from a file (but for `export`, where it is the model's). The exit
-status is 2 for input that can't be used.
+`lightning-zero3 COMMAND --help` prints the same, `lightning-zero3 --version` the version. A flag may stand without
+`true`, `--an-option` and `--an_option` are the same, and `--config FILE.yaml` reads options from a file (but for
+`export`, where it is the model's). The exit status is 2 for input that can't be used.
 
 """
 

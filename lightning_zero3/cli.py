@@ -12,7 +12,7 @@ from argparse import ArgumentError
 from collections.abc import Callable, Mapping, Sequence
 from typing import get_args, get_type_hints
 
-from lightning_zero3 import recipe_command
+from lightning_zero3 import __version__, recipe_command
 from lightning_zero3.config import SetupError
 
 # Command → module:function. A function's signature and docstring are its options and help; it returns the exit status.
@@ -56,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if given[:1] == ["recipe"] and recipe_command.is_a_run(given[1:]):
             recipe_command.run(given[1], given[2:])
-        return int(auto_cli(commands, args=_as_parsed(given, commands), exit_on_error=False))
+        parsed = _as_parsed(given, commands)
+        return int(auto_cli(commands, args=parsed, exit_on_error=False, version=__version__))
     except (SetupError, ArgumentError) as error:
         print(f"lightning-zero3: {_said(error)}", file=sys.stderr)
         return 2

@@ -6,9 +6,10 @@ from __future__ import annotations
 import re
 from datetime import date
 
+import pytest
 import yaml
 
-from lightning_zero3 import __version__
+from lightning_zero3 import __version__, cli
 from tests.release.distributions import ROOT
 
 HEADINGS = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
@@ -46,3 +47,10 @@ def test_where_a_page_names_a_file_or_a_requirement_it_is_this_version():
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "pyproject.toml", *(ROOT / "docs").rglob("*.md")]
     repeated = {str(page): set(said.findall(page.read_text())) for page in pages}
     assert {page: found for page, found in repeated.items() if not found <= {__version__}} == {}
+
+
+def test_the_command_says_it(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.endswith(f" {__version__}\n")
