@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning_utilities.core import rank_zero
 from torch import distributed, nn
 
 from lightning_zero3 import Zero3FastStrategy, verify_parallel
@@ -59,7 +60,8 @@ def verified(
 ) -> list[str]:
     """Fit a step; the lines that the check has logged, or its error."""
     module = module or Language(build(tiny(family)))
-    lines, logger = Lines(), logging.getLogger("lightning.pytorch")
+    # Lightning's, or pytorch_lightning's once that has been imported in this process.
+    lines, logger = Lines(), rank_zero.log
     logger.addHandler(lines)
     try:
         with {**TRAPS, **TRAPS_OF_ITS_OWN}[trap]() if trap else nullcontext():
