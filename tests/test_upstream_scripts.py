@@ -125,8 +125,8 @@ def link_packages(folder: Path, changed: list[Path]) -> None:
 def test_the_proposed_change_mends(upstream, tmp_path, name):
     if importlib.metadata.version("deepspeed") != "0.19.8" or shutil.which("patch") is None:
         pytest.skip(
-            "the changes are proposed for deepspeed 0.19.8, lightning 2.6.6, transformers 5.24 and torch 2.13, and need "
-            "`patch`"
+            "the changes are proposed for deepspeed 0.19.8, lightning 2.6.6, transformers 5.24 and torch 2.13, and "
+            "need `patch`"
         )
     match = DIFF.search((FOLDER / f"{name}.md").read_text())
     assert match
