@@ -23,6 +23,10 @@ QUICK = {
 EXIT_CODES = {"present": 1, "fixed": 0, "can't tell": 2}
 BEGINNINGS = {"present": "FAULT PRESENT: ", "fixed": "fixed: ", "can't tell": "can't tell: "}
 DIFF = re.compile(r"```diff\n(.*?)```", re.DOTALL)
+CHANGED = re.compile(r"^\+\+\+ b/(\S+)", re.MULTILINE)
+INSTALLED = Path(sysconfig.get_path("purelib"))
+# Copied once. DeepSpeed compiles its ops again where its folder is another one, so that folder is shared.
+COPIED = {"deepspeed", "lightning"}
 
 
 def rows() -> dict[str, dict[str, str]]:
@@ -90,20 +94,46 @@ def test_the_index_says_what_a_script_prints(name):
 
 @pytest.fixture(scope="module")
 def upstream(tmp_path_factory) -> Path:
-    """A copy of what the changes are proposed for."""
-    folder, installed = tmp_path_factory.mktemp("upstream"), Path(sysconfig.get_path("purelib"))
-    for package in ("deepspeed", "lightning"):
-        shutil.copytree(installed / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+    """A copy of the packages that most of the changes are proposed for."""
+    folder = tmp_path_factory.mktemp("upstream")
+    for package in COPIED:
+        shutil.copytree(INSTALLED / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
     return folder
+
+
+def link_packages(folder: Path, changed: list[Path]) -> None:
+    """Offer installed packages in ``folder`` as links, with real copies of the files that are to be changed.
+
+    Only the folders on the way to such a file are real: torch is too large to copy, or to link file by file.
+    """
+    for path in changed:
+        for parent in reversed(path.parents[:-1]):
+            if (folder / parent).is_symlink():
+                (folder / parent).unlink()
+            (folder / parent).mkdir(exist_ok=True)
+            for entry in (INSTALLED / parent).iterdir():
+                link = folder / parent / entry.name
+                if entry.name != "__pycache__" and not link.exists():
+                    link.symlink_to(entry)
+        if (INSTALLED / path).exists():
+            (folder / path).unlink()
+            shutil.copy(INSTALLED / path, folder / path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [path.stem for path in sorted(FOLDER.glob("*.md")) if DIFF.search(path.read_text())])
-def test_the_proposed_change_mends(upstream, name):
+def test_the_proposed_change_mends(upstream, tmp_path, name):
     if importlib.metadata.version("deepspeed") != "0.19.8" or shutil.which("patch") is None:
-        pytest.skip("the changes are proposed for deepspeed 0.19.8, and need `patch`")
+        pytest.skip(
+            "the changes are proposed for deepspeed 0.19.8, lightning 2.6.6, transformers 5.24 and torch 2.13, and "
+            "need `patch`"
+        )
     match = DIFF.search((FOLDER / f"{name}.md").read_text())
     assert match
+    changed = [Path(path) for path in CHANGED.findall(match[1])]
+    if not {path.parts[0] for path in changed} <= COPIED:
+        upstream = tmp_path
+        link_packages(upstream, changed)
 
     def apply(*options: str) -> None:
         command = ["patch", "--strip=1", "--fuzz=0", *options]
