@@ -109,7 +109,10 @@ def test_the_proposed_change_mends(upstream, name):
     if of_torch:
         installed = Path(sysconfig.get_path("purelib"))
         shutil.copytree(
-            installed / "torch", upstream / "torch", copy_function=os.symlink, ignore=shutil.ignore_patterns("__pycache__")
+            installed / "torch",
+            upstream / "torch",
+            copy_function=os.symlink,
+            ignore=shutil.ignore_patterns("__pycache__"),
         )
         for file in of_torch:
             (upstream / file).unlink()

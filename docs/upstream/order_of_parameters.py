@@ -19,7 +19,9 @@ def check():
     zero3(model, optimizer).save_checkpoint("checkpoint")
     model, optimizer = two(reverse=True)
     engine = zero3(model, optimizer)
-    text = "two layers with weights 1 and 2, saved; loaded into an optimizer with the same parameters in reverse order: "
+    text = (
+        "two layers with weights 1 and 2, saved; loaded into an optimizer with the same parameters in reverse order: "
+    )
     try:
         path, _ = engine.load_checkpoint("checkpoint")
     except Exception as error:
