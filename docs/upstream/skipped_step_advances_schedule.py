@@ -23,7 +23,7 @@ class Module(pl.LightningModule):
 
 
 def check():
-    fitted = trainer(max_steps=1)
+    fitted = trainer(max_steps=1, max_epochs=1)
     fitted.fit(Module(), DataLoader(torch.full((1, 1), float("inf"))))
     skipped = fitted.strategy.model.skipped_steps
     if not skipped:
