@@ -25,8 +25,9 @@ BEGINNINGS = {"present": "FAULT PRESENT: ", "fixed": "fixed: ", "can't tell": "c
 DIFF = re.compile(r"```diff\n(.*?)```", re.DOTALL)
 CHANGED = re.compile(r"^\+\+\+ b/(\S+)", re.MULTILINE)
 INSTALLED = Path(sysconfig.get_path("purelib"))
-# Copied once. DeepSpeed compiles its ops again where its folder is another one, so that folder is shared.
 COPIED = {"deepspeed", "lightning"}
+OPS = "ops"
+BUILD = "from lightning_zero3 import cpu_ops; cpu_ops.build()"
 
 
 def rows() -> dict[str, dict[str, str]]:
@@ -53,8 +54,8 @@ def verdict(name: str) -> str:
     return said
 
 
-def run(name: str, packages: str = "") -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": packages}
+def run(name: str, **changed: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": "", **changed}
     for set_by_a_launcher in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         environment.pop(set_by_a_launcher, None)
     return subprocess.run(
@@ -98,7 +99,15 @@ def upstream(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("upstream")
     for package in COPIED:
         shutil.copytree(INSTALLED / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+    build_ops(folder, folder / OPS)
     return folder
+
+
+def build_ops(packages: Path, ops: Path) -> dict[str, str]:
+    """Compile DeepSpeed's op for what is in ``packages``: from another folder it's another one, and takes a minute."""
+    environment = {"PYTHONPATH": str(packages), "TORCH_EXTENSIONS_DIR": str(ops)}
+    subprocess.run([sys.executable, "-c", BUILD], env={**os.environ, **environment}, check=True, capture_output=True)
+    return environment
 
 
 def link_packages(folder: Path, changed: list[Path]) -> None:
@@ -130,10 +139,9 @@ def test_the_proposed_change_mends(upstream, tmp_path, name):
         )
     match = DIFF.search((FOLDER / f"{name}.md").read_text())
     assert match
-    changed = [Path(path) for path in CHANGED.findall(match[1])]
-    if not {path.parts[0] for path in changed} <= COPIED:
-        upstream = tmp_path
-        link_packages(upstream, changed)
+    changed = [Path(path) for path in CHANGED.findall(match[1]) if Path(path).parts[0] not in COPIED]
+    packages = {path.parts[0] for path in changed}
+    link_packages(upstream, changed)
 
     def apply(*options: str) -> None:
         command = ["patch", "--strip=1", "--fuzz=0", *options]
@@ -141,8 +149,11 @@ def test_the_proposed_change_mends(upstream, tmp_path, name):
 
     apply()
     try:
-        ended = run(name, str(upstream))
+        environment = build_ops(upstream, (tmp_path if "torch" in packages else upstream) / OPS)
+        ended = run(name, **environment)
     finally:
         apply("--reverse")
+        for package in packages:
+            shutil.rmtree(upstream / package)
     assert ended.stdout.startswith("fixed: "), ended.stdout + ended.stderr
     assert ended.returncode == 0
