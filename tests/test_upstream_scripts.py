@@ -77,6 +77,9 @@ def test_every_script_has_its_page_and_its_row():
         page = (FOLDER / f"{name}.md").read_text()
         for heading in ("## What", "## Why", "## Proposed change", "## How to test"):
             assert heading in page, (name, heading)
+        assert DIFF.search(page) or "no diff" in page, (
+            f"{name}: neither a change that can be tried nor why there is none"
+        )
         assert f"({name}.md)" in rows()[name]["fault"]
         # A script for another project's maintainer stands without ours.
         assert "lightning_zero3" not in (FOLDER / f"{name}.py").read_text()
