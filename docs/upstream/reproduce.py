@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -157,6 +158,10 @@ def _set_up(rank: int, processes: int, port: int, timeout: int) -> None:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    # Imports take seconds, and not alike on all ranks; the time-out is for collectives.
+    Path(f"imported{rank}").touch()
+    while not all(Path(f"imported{each}").exists() for each in range(processes)):
+        time.sleep(0.05)
     deepspeed.init_distributed("gloo", timeout=timedelta(seconds=timeout))
 
 
