@@ -27,11 +27,12 @@ def print_table(report: dict[str, Any]) -> None:
             f"{release:>10}{case['ranks']:>6} {case['model']:<18}{case['optimizer']:<12}{case['sub_groups']:>11}"
             f"{times:>20}{case['ratio']:>7.3f}{floor:>7}{launched:>13}{peaks:>27}  {bits}"
         )
-    print(f"\n{'ranks':>5} {'optimizer':<12}" + "".join(f"{name:>29}" for name in SWITCHES) + "   (ratio, alone)")
-    for _, case in rows:
-        if case.get("switches"):
-            ratios = "".join(f"{case['switches'][name]:>29.3f}" for name in SWITCHES)
-            print(f"{case['ranks']:>5} {case['optimizer']:<12}{ratios}")
+    alone = [case for _, case in rows if case.get("switches")]
+    if alone:
+        print(f"\n{'ranks':>5} {'optimizer':<12}" + "".join(f"{name:>29}" for name in SWITCHES) + "   (ratio, alone)")
+    for case in alone:
+        ratios = "".join(f"{case['switches'][name]:>29.3f}" for name in SWITCHES)
+        print(f"{case['ranks']:>5} {case['optimizer']:<12}{ratios}")
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
