@@ -35,7 +35,7 @@ _IN_COMMON = {
     "parameters": "parameters",
     "ds_config": "DeepSpeed configs",
     "optimizer_steps": "optimizer steps",
-    "hyperparameters": "learning rates or other hyperparameters",
+    "hyperparameters": "hyperparameters",
 }
 
 
@@ -125,7 +125,9 @@ def facts(shard: Shard) -> list[tuple[str, dict[str, Any]]]:
     # FusedAdam counts in the last tensor of a group only.
     steps = [_number(state["step"]) for state in states if isinstance(state, Mapping) and "step" in state]
     groups = inner.get("param_groups", []) if isinstance(inner, Mapping) else []
-    hyperparameters = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    # A schedule that follows a metric (ReduceLROnPlateau) gives each rank the learning rate of its own metric.
+    own = ("params", "lr")
+    hyperparameters = [{name: value for name, value in group.items() if name not in own} for group in groups]
     model = {name: shard.model.get(name) for name in list(_IN_COMMON)[:6]}
     return [
         (
