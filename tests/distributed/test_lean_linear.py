@@ -13,6 +13,7 @@ from torch.nn.utils import parametrizations
 
 from lightning_zero3 import Zero3FastStrategy
 from lightning_zero3.config import Zero3Options
+from lightning_zero3.substitution import substituted
 from tests.distributed.test_lean_hooks import STEPS, WIDTH
 from tests.engines import PRECISIONS, build
 from tests.fits import Pairs, Regression, assert_equal_bits, fit, tensors_of
@@ -115,34 +116,27 @@ def copies() -> None:
     assert make_lean(layer)
     assert make_lean(parametrized)
     assert not make_lean(layer)
-    before = nn.functional.linear
-    nn.functional.linear = zero3_linear_wrap
-    try:
+    with substituted(nn.functional, "linear", zero3_linear_wrap):
         # Weights that no engine has partitioned, and such as are made anew in each call.
         assert torch.equal(layer(x), expected[0])
         assert torch.equal(parametrized(x), expected[1])
-    finally:
-        nn.functional.linear = before
     twin, read = copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))
     assert twin.forward.__self__ is twin
     assert read.forward.__self__ is read
     assert torch.equal(read(x), expected[0])
     torchs = nn.Linear.forward
-    nn.Linear.forward = lambda self, input: torchs(self, input) + 1  # type: ignore[method-assign]
     gathered = make_gathered(copy.deepcopy(layer))
-    try:
+    with substituted(nn.Linear, "forward", lambda self, input: torchs(self, input) + 1):
         assert torch.equal(layer(x), expected[0] + 1)
-        nn.functional.linear = zero3_linear_wrap
-        assert torch.equal(gathered(x), expected[0] + 1)
+        with substituted(nn.functional, "linear", zero3_linear_wrap):
+            assert torch.equal(gathered(x), expected[0] + 1)
         assert not make_lean(nn.Linear(3, 2))
         assert not is_torchs(functools.wraps(torchs)(nn.Linear.forward))
         assert is_torchs(torchs)
-    finally:
-        nn.Linear.forward = torchs  # type: ignore[method-assign]
+    with substituted(nn.functional, "linear", zero3_linear_wrap):
         own_function = gathered(x).grad_fn.name()
         with pytest.raises(RuntimeError, match="can't be gathered under a transform"):
             torch.func.grad(lambda value: gathered(value).sum())(x)  # DeepSpeed's own ends the process
-        nn.functional.linear = before
     assert own_function != layer(x).grad_fn.name(), "the leaner function isn't called at all"
     own: Any = layer.forward
     layer.forward = lambda x: own(x) * 2  # somebody else's, over ours
