@@ -125,6 +125,11 @@ class Traced(pl.LightningModule):
         self.scheduler = scheduler
         self.events: list[Any] = []
 
+    def on_fit_start(self) -> None:
+        # Ranks draw different numbers. Not before the fit: Lightning gives all ranks the seed as it begins.
+        if self.trainer.ckpt_path is None:
+            torch.manual_seed(100 + world_and_rank()[1])
+
     def forward(self, batch: Any) -> tuple[torch.Tensor, float]:
         x, y, _ = batch
         noise = drawn()
@@ -214,7 +219,7 @@ def fitted(
     **trainer_options: Any,
 ) -> tuple[Any, Traced, SaveEverywhere]:
     """A fit of two epochs of four batches on this rank, saving everywhere if there is a folder."""
-    world, rank = world_and_rank()
+    world, _ = world_and_rank()
     pl.seed_everything(SEED, verbose=False)
     module = Traced(scheduler)
     saving = SaveEverywhere(folder or "", module.events)
@@ -232,8 +237,6 @@ def fitted(
             **trainer_options,
         }
     )
-    if ckpt_path is None:
-        torch.manual_seed(100 + rank)  # ranks draw different numbers
     loaders = [loader(data)]
     if validate:
         loaders.append(DataLoader(Numbered(2 * BATCH_SIZE * world), BATCH_SIZE))
